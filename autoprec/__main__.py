@@ -1,0 +1,5 @@
+"""``python -m autoprec``."""
+
+from autoprec.cli.app import main
+
+main()

@@ -1,0 +1,26 @@
+"""Tests that need a server, a browser, a device, a large package or minutes are skipped unless asked for by marker."""
+
+import re
+
+import pytest
+
+# marker -> what it needs, and the command that runs it
+RESOURCES = {
+    "pg": ("a PostgreSQL server", "pytest -m pg"),
+    "browser": ("Debian's chromium", "make browser"),
+    "te": ("transformer_engine", "pytest -m te"),
+    "zoo": ("the whole model zoo", "pytest -m zoo"),
+    "gpu": ("a CUDA or ROCm device", "pytest -m gpu"),
+    "slow": ("minutes", "pytest -m slow"),
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for = set(re.findall(r"\w+", config.getoption("markexpr")))
+    for marker, (needs, command) in RESOURCES.items():
+        if marker in asked_for:
+            continue
+        skip = pytest.mark.skip(reason=f"needs {needs}: {command}")
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
