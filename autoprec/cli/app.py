@@ -1,0 +1,42 @@
+"""The ``autoprec`` command."""
+
+from typing import Annotated
+
+import typer
+
+from autoprec import __version__
+from autoprec.cli.command import command
+from autoprec.cli.formats import formats
+
+app = typer.Typer(
+    name="autoprec",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    epilog="Exit codes: 0 done; 1 done, but the answer is no; 2 a usage or configuration error; 130 interrupted.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"autoprec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def autoprec(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Find the fastest precision mix that keeps a PyTorch model's loss."""
+
+
+command(app, example="autoprec formats")(formats)
+
+
+def main() -> None:
+    """Run the command line; never returns normally."""
+    app(prog_name="autoprec")
