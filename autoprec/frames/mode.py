@@ -1,0 +1,102 @@
+"""The frame: what each op does while one module's forward runs.
+
+One :class:`FrameMode` is active per outermost call of a converted model.  Its ``frame`` belongs to the module whose
+forward runs now; forwards swap it (:mod:`autoprec.frames.swap`).  A handler runs with its mode switched off, so what it
+calls isn't seen again: the outermost overridable call is the site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+#: What to do with one call: ``action(func, args, kwargs)`` returns what the call returns.
+Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Frame(Protocol):
+    """What a module's forward does with each op, looked up by the function's raw name."""
+
+    @property
+    def actions(self) -> Mapping[str, Action]:
+        """Raw function name → action; an op that isn't there runs as it is."""
+        ...
+
+    def enter(self) -> Frame:
+        """The frame of one activation; a counting frame returns a fresh copy of itself."""
+        ...
+
+
+class FrameMode(TorchFunctionMode):
+    """Sends every op of an outermost call to the current frame."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self.frame = frame
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        action = self.frame.actions.get(name)
+        if action is not None:
+            return action(func, args, kwargs or {})
+        if name == "unflatten":
+            # Dynamo can't call the unbound method under a mode: it takes it for a super() attribute.
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def current_mode() -> FrameMode | None:
+    """The active frame mode of this thread, or None; a user's own modes may lie above or below it."""
+    for i in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(i)
+        if isinstance(mode, FrameMode):
+            return mode
+    return None
+
+
+def pop_own_mode() -> FrameMode | None:
+    """Takes the frame mode off the stack if it is on top, and returns it; for a forward that is one op."""
+    n = torch._C._len_torch_function_stack()
+    if n and isinstance(torch._C._get_function_stack_at(n - 1), FrameMode):
+        return torch._C._pop_torch_function_stack()  # type: ignore[return-value]
+    return None
+
+
+def push_mode(mode: FrameMode | None) -> None:
+    """Puts back what :func:`pop_own_mode` returned."""
+    if mode is not None:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def without_mode() -> Iterator[None]:
+    """Runs foreign code (an ``autograd.Function``'s body) as if no model were converted."""
+    mode = pop_own_mode()
+    try:
+        yield
+    finally:
+        push_mode(mode)
+
+
+def _keep_out_of_dynamo() -> None:
+    """Dynamo must inline the handler, never compile it as a frame of its own.
+
+    After a graph break it would take the handler for the next frame, and ``x.device`` then returned another property.
+    """
+    from torch._C._dynamo.eval_frame import skip_code  # torch._dynamo itself costs seconds to import
+
+    for func in (FrameMode.__torch_function__, current_mode, pop_own_mode, push_mode):
+        skip_code(func.__code__)
+
+
+_keep_out_of_dynamo()

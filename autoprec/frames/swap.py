@@ -1,0 +1,255 @@
+"""Gives every module a same-named subclass whose forward runs in its own frame.
+
+The instance, its Parameters, hooks, ``state_dict`` keys and ``isinstance`` stay; only ``__class__`` changes, and
+:func:`remove` changes it back.  The plan is in force however a forward is reached: ``model(x)``, a submodule, a method,
+a compiled wrapper, an export.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.frames.methods import computing_methods
+from autoprec.frames.mode import Frame, FrameMode, current_mode, pop_own_mode, push_mode
+from autoprec.frames.outputs import upcast_floats
+
+#: Name of the attribute that holds a module's frames.
+STATE = "_autoprec"
+
+#: Makes the frame of one method of one module: ``make(fqn, module, method) -> Frame``.
+MakeFrame = Callable[[str, nn.Module, str], Frame]
+
+
+class FrameState:
+    """The frames of one module, by method, and what an outermost call does around them.
+
+    Args:
+        frames: method name → frame; shared by modules that do the same, so that a compiler guards on one object.
+        neutral: what hooks run in.
+        restore_outputs: cast 16-bit outputs of an outermost call to fp32, as the fp32 model gives them.
+    """
+
+    def __init__(self, frames: Mapping[str, Frame], neutral: Frame, restore_outputs: bool = True) -> None:
+        self.frames = frames
+        self.neutral = neutral
+        self.restore_outputs = restore_outputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrameState:
+        return self
+
+
+def run_framed(module: nn.Module, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs ``inner(module, …)`` in the module's frame; enters the mode when this is the outermost call."""
+    state = module._autoprec
+    mode = current_mode()
+    if mode is None:
+        with FrameMode(state.frames[name].enter()):
+            out = inner(module, *args, **kwargs)
+        return upcast_floats(out) if state.restore_outputs else out
+    previous = mode.frame
+    mode.frame = state.frames[name].enter()
+    try:
+        return inner(module, *args, **kwargs)
+    finally:
+        mode.frame = previous
+
+
+def _framed_method(inner: FunctionType, name: str) -> FunctionType:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_framed(self, name, inner, args, kwargs)
+
+    method.__name__, method.__qualname__, method.__doc__ = inner.__name__, inner.__qualname__, inner.__doc__
+    # Not __wrapped__: torch.jit.script would follow it and silently script the fp32 original.
+    method.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
+    return method
+
+
+def _framed_generator(inner: FunctionType, name: str) -> FunctionType:
+    """A generator's body runs between the caller's statements: the mode is active only while it computes."""
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        steps = inner(self, *args, **kwargs)
+        sent = None
+        while True:
+            try:
+                item = run_framed(self, name, lambda _, value: steps.send(value), (sent,), {})
+            except StopIteration as stop:
+                return stop.value
+            sent = yield item
+
+    method.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
+    return method
+
+
+def _leaf_forward(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that is one op: acts on it directly, with the mode off the stack meanwhile."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias  # a parametrized weight is computed here, in the caller's frame
+        state = self._autoprec
+        mode = pop_own_mode()
+        try:
+            action = state.frames["forward"].enter().actions.get(op)
+            args = (input, weight, bias)
+            out = call(self, action, args)
+        finally:
+            push_mode(mode)
+        # A user's mode may lie above ours: then ours is still active and this isn't the outermost call.
+        if mode is None and state.restore_outputs and current_mode() is None:
+            return upcast_floats(out)
+        return out
+
+    return forward
+
+
+def _linear(self: nn.Linear, action: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    return F.linear(*args) if action is None else action(F.linear, args, {})
+
+
+def _convolution(self: Any, action: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    forward = self._conv_forward
+    return forward(*args) if action is None else action(forward, args, {})
+
+
+#: Layers whose forward is one GEMM: class → (op, forward).
+LEAVES: dict[type[nn.Module], tuple[str, Callable[..., Any]]] = {
+    nn.Linear: ("linear", _leaf_forward("linear", _linear)),
+    nn.Conv1d: ("conv1d", _leaf_forward("conv1d", _convolution)),
+    nn.Conv2d: ("conv2d", _leaf_forward("conv2d", _convolution)),
+    nn.Conv3d: ("conv3d", _leaf_forward("conv3d", _convolution)),
+}
+
+
+def leaf_op(cls: type) -> str | None:
+    """The op of a layer whose forward is that one GEMM and isn't overridden, else None."""
+    for layer, (op, _) in LEAVES.items():
+        if getattr(cls, "forward", None) is layer.forward:
+            return op
+    return None
+
+
+def _call_impl_in_neutral_frame(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self._forward_hooks or self._forward_pre_hooks):
+            return inner(self, *args, **kwargs)
+        mode = current_mode()
+        if mode is None:
+            return inner(self, *args, **kwargs)
+        previous = mode.frame
+        mode.frame = self._autoprec.neutral
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            mode.frame = previous
+
+    return _call_impl
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    framed = framed_class(cls)
+    return framed.__new__(framed)
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    cls = original_class(self)
+    reduced = super(type(self), self).__reduce_ex__(protocol)
+    if isinstance(reduced, tuple) and len(reduced) > 2 and type(self) in reduced[1]:
+        return (_rebuild, (cls,), *reduced[2:])
+    return reduced
+
+
+@functools.cache
+def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``cls`` whose methods run in frames; one per class, same name, module and signature."""
+    leaf = leaf_op(cls)
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduce_ex,
+        "_call_impl": _call_impl_in_neutral_frame(cls._call_impl),
+        "_autoprec_original": cls,
+    }
+    if leaf is not None:
+        forward = next(f for op, f in LEAVES.values() if op == leaf)
+        namespace["forward"] = forward
+    else:
+        methods = {"forward": cls.forward, **computing_methods(cls)}
+        for name, inner in methods.items():
+            wrap = _framed_generator if inspect.isgeneratorfunction(inner) else _framed_method
+            namespace[name] = wrap(inner, name)
+    return type(cls.__name__, (cls,), namespace)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class the user gave the instance; a class made later on top of ours (a parametrization) is looked through."""
+    for base in type(module).__mro__:
+        if "_autoprec_original" in vars(base):
+            return vars(base)["_autoprec_original"]
+    return type(module)
+
+
+def is_framed(module: nn.Module) -> bool:
+    """Whether the instance runs in frames."""
+    return STATE in vars(module)
+
+
+def framed_methods(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the methods of ``cls`` that get a frame."""
+    return ("forward",) if leaf_op(cls) else ("forward", *computing_methods(cls))
+
+
+def set_frames(module: nn.Module, state: FrameState) -> str | None:
+    """Puts a module into frames, or replaces its frames.  Returns why it can't, or None."""
+    if is_framed(module):
+        vars(module)[STATE] = state
+        return None
+    try:
+        framed = framed_class(type(module))
+        module.__class__ = framed
+    except TypeError as error:
+        return f"{type(module).__name__} can't take a subclass: {error}"
+    vars(module)[STATE] = state
+    return None
+
+
+def remove(module: nn.Module) -> None:
+    """Takes one module out of frames; a class made on top of ours keeps its own layer."""
+    vars(module).pop(STATE, None)
+    cls = type(module)
+    if "_autoprec_original" in vars(cls):
+        module.__class__ = vars(cls)["_autoprec_original"]
+
+
+@contextmanager
+def framed(model: nn.Module, make: MakeFrame, neutral: Frame, restore_outputs: bool = True) -> Iterator[dict[str, str]]:
+    """Runs the body with every module of the model in the frames that ``make`` gives, then restores what was there.
+
+    Yields:
+        FQN → reason, of modules that can't run in frames.
+    """
+    before = {module: vars(module).get(STATE) for module in model.modules()}
+    refused: dict[str, str] = {}
+    try:
+        for fqn, module in model.named_modules():
+            names = framed_methods(original_class(module))
+            frames = {name: make(fqn, module, name) for name in names}
+            reason = set_frames(module, FrameState(frames, neutral, restore_outputs))
+            if reason:
+                refused[fqn] = reason
+        yield refused
+    finally:
+        for module, state in before.items():
+            if state is None:
+                remove(module)
+            else:
+                vars(module)[STATE] = state

@@ -1,0 +1,135 @@
+"""The frame of a converted module: raw function name → the casts its plan asks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from autoprec.frames.mode import Action
+from autoprec.frames.names import is_inplace, spellings
+from autoprec.lower import casts
+from autoprec.plan import Formats
+
+
+class Choice(NamedTuple):
+    """What one op does, as plain data: equal choices give one shared frame, and a frame pickles as its choices.
+
+    Args:
+        kind: ``cast`` (all arguments in ``formats.input``), ``gemm`` (formats by role), ``widest``, ``destination``,
+            ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``.
+        formats: for ``cast`` and ``gemm``.
+        backend: backends to try, for ``gemm``.
+    """
+
+    kind: str
+    formats: Formats | None = None
+    backend: tuple[str, ...] = ()
+
+
+#: ``(op, index or None, choice)``, sorted.
+Choices = tuple[tuple[str, int | None, Choice], ...]
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class CastFrame:
+    """The casts of one module's forward."""
+
+    def __init__(self, choices: Choices, settings: GemmSettings) -> None:
+        self.choices = choices
+        self.settings = settings
+        self.actions: Mapping[str, Action] = {}
+        counted: dict[str, dict[int, Action]] = {}
+        default: dict[str, Action] = {}
+        for op, index, choice in choices:
+            for name in spellings(op):
+                action = make_action(op, name, choice, settings)
+                if index is None:
+                    default[name] = action
+                else:
+                    counted.setdefault(name, {})[index] = action
+        self.actions = default
+        self._counted = counted
+
+    def enter(self) -> CastFrame:
+        return _CountingFrame(self) if self._counted else self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return frame_for, (self.choices, self.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastFrame:
+        return self
+
+
+class _CountingFrame(CastFrame):
+    """One activation of a frame whose plan tells the k-th call of an op from the others."""
+
+    def __init__(self, frame: CastFrame) -> None:
+        self._frame = frame
+        self._counts: dict[str, int] = {}
+        self.actions = self  # type: ignore[assignment]  # looked up through get()
+
+    def get(self, name: str) -> Action | None:
+        default = self._frame.actions.get(name)
+        by_index = self._frame._counted.get(name)
+        if by_index is None:
+            return default
+
+        def counted(func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
+            action = default
+            if any(True for _ in casts.floats((*args, *kwargs.values()))):
+                op = spelled_op(name)
+                index = self._counts.get(op, 0)
+                self._counts[op] = index + 1
+                action = by_index.get(index, default)
+            return func(*args, **kwargs) if action is None else action(func, args, kwargs)
+
+        return counted
+
+
+class GemmSettings(NamedTuple):
+    """What a GEMM needs to know beside its formats.
+
+    Args:
+        mode: ``training`` or ``inference``; inference keeps cast weights from call to call.
+        recipe: recipe of the fp8 and block formats as sorted ``(name, value)`` pairs.
+    """
+
+    mode: str = "training"
+    recipe: tuple[tuple[str, Any], ...] = ()
+
+
+def spelled_op(name: str) -> str:
+    from autoprec.frames.names import canonical
+
+    return canonical(name)
+
+
+def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> Action:
+    """The action of one spelling of an op."""
+    if choice.kind == "range":
+        return casts.KeepRange(inplace=is_inplace(name))
+    if choice.kind == "factory":
+        return casts.WideFactory()
+    if choice.kind == "destination" or is_inplace(name):
+        return casts.CastToDestination()
+    if choice.kind == "widest":
+        return casts.CastToWidest()
+    assert choice.formats is not None
+    if choice.kind == "gemm":
+        from autoprec.lower.gemm import gemm_action
+
+        return gemm_action(op, choice.formats, choice.backend, settings)
+    dtype = DTYPES[choice.formats.input]
+    if op in casts.WRITTEN:
+        return casts.CastAround(dtype, casts.WRITTEN[op])
+    return casts.CastTo(dtype)
+
+
+@functools.lru_cache(maxsize=None)
+def frame_for(choices: Choices, settings: GemmSettings) -> CastFrame:
+    """The one frame object of these choices."""
+    return CastFrame(choices, settings)
