@@ -88,7 +88,7 @@ def test_a_builtin_task_repeats_itself_and_learns(name):
         pytest.skip(str(exc))
     first, again = (_train(task, steps=7) for _ in range(2))
     assert first == again
-    assert sum(first[-3:]) < 0.9 * sum(first[:3])
+    assert first[-1] < 0.95 * first[0]
     assert _train(task, steps=1, data_seed=1) != first[:1]
 
 
