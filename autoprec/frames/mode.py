@@ -7,6 +7,7 @@ calls isn't seen again: the outermost overridable call is the site.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -88,15 +89,14 @@ def without_mode() -> Iterator[None]:
         push_mode(mode)
 
 
-def _keep_out_of_dynamo() -> None:
+@functools.cache
+def keep_out_of_dynamo() -> None:
     """Dynamo must inline the handler, never compile it as a frame of its own.
 
     After a graph break it would take the handler for the next frame, and ``x.device`` then returned another property.
+    Done at the first conversion, not at import: ``torch._dynamo`` takes seconds to import.
     """
-    from torch._C._dynamo.eval_frame import skip_code  # torch._dynamo itself costs seconds to import
+    from torch._dynamo.eval_frame import skip_code
 
     for func in (FrameMode.__torch_function__, current_mode, pop_own_mode, push_mode):
         skip_code(func.__code__)
-
-
-_keep_out_of_dynamo()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.frames.methods import computing_methods
-from autoprec.frames.mode import Frame, FrameMode, current_mode, pop_own_mode, push_mode
+from autoprec.frames.mode import Frame, FrameMode, current_mode, keep_out_of_dynamo, pop_own_mode, push_mode
 from autoprec.frames.outputs import upcast_floats
 
 #: Name of the attribute that holds a module's frames.
@@ -210,6 +210,7 @@ def framed_methods(cls: type[nn.Module]) -> tuple[str, ...]:
 
 def set_frames(module: nn.Module, state: FrameState) -> str | None:
     """Puts a module into frames, or replaces its frames.  Returns why it can't, or None."""
+    keep_out_of_dynamo()
     if is_framed(module):
         vars(module)[STATE] = state
         return None

@@ -1,0 +1,65 @@
+"""Calls a model and leaves no trace: buffers, RNG, gradients, caches and train/eval are as before.  Copies no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restores what a forward may change: buffers, attributes (caches kept on ``self``), RNG state, gradients.
+
+    Attributes are compared one level deep: a dict or list on a module gets its entries back; an object of another kind
+    that changes inside keeps the change.
+    """
+    modules = list(model.modules())
+    attributes = [_snapshot(module) for module in modules]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, saved in zip(modules, attributes, strict=True):
+            _restore(module, saved)
+        with torch.no_grad():
+            for buffer, version, saved in buffers:
+                if buffer._version != version:
+                    buffer.copy_(saved)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    return {name: (value, _entries(value)) for name, value in vars(module).items()}
+
+
+def _entries(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list, set)) else None
+
+
+def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
+    now = vars(module)
+    for name in [name for name in now if name not in saved]:
+        del now[name]
+    for name, (value, entries) in saved.items():
+        now[name] = value
+        if isinstance(value, (dict, set)) and value != entries:
+            _refill(value, entries)
+        elif isinstance(value, list) and not _same(value, entries):
+            value[:] = entries
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _refill(value: Any, entries: Any) -> None:
+    value.clear()
+    value.update(entries)
