@@ -1,0 +1,43 @@
+"""A result as one HTML file: no network, no script, inline SVG."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from autoprec.report.chart import HEIGHT, WIDTH, curves_chart, front_chart
+from autoprec.report.data import ReportData
+from autoprec.report.read import read_result
+
+
+def render_report(result: dict[str, Any]) -> str:
+    """The report of a study.
+
+    Args:
+        result: what ``TuneResult.to_json()`` gives.
+
+    Returns:
+        A whole HTML document.
+    """
+    return render(read_result(result))
+
+
+def render(data: ReportData) -> str:
+    """The HTML document that shows ``data``."""
+    return _template().render(
+        data=data,
+        front=front_chart(data.trials, data.budget_pct),
+        curves=curves_chart(data.curves),
+        size={"width": WIDTH, "height": HEIGHT},
+    )
+
+
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    # site names and task names are a user's text: all is escaped
+    folder = Path(__file__).with_name("templates")
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.jinja")

@@ -1,0 +1,113 @@
+import re
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from shutil import which
+
+import pytest
+from autoprec.report.html import render
+
+VOID = {"meta", "line", "rect", "path", "circle", "polyline", "br", "link"}
+
+
+class Outline(HTMLParser):
+    """Checks that elements nest, and keeps what they say."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.open, self.tags, self.text, self.ids = [], [], [], []
+        self.feed(document)
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_document_nests_and_its_ids_are_unique(data):
+    outline = Outline(render(data))
+    assert len(outline.ids) == len(set(outline.ids))
+    assert outline.tags.count("h1") == 1
+
+
+def test_the_verdict_comes_first_and_the_command_last(data):
+    text = " ".join(Outline(render(data)).text)
+    places = [text.index(part) for part in (data.verdict, "Speed and loss", "blocks.0", "head fp16", "Test CPU", data.command)]
+    assert places == sorted(places)
+
+
+def test_a_users_text_is_escaped(data):
+    document = render(data)
+    assert "<b>0a1b" not in document
+    assert "gpt-&lt;b&gt;0a1b" in document
+    assert "<at step 3>" not in document
+    assert "no kernel &amp; no &lt;fallback&gt;" in document
+
+
+def test_the_report_needs_no_network_and_no_script(data):
+    document = render(data)
+    assert "<script" not in document
+    assert not re.search(r"""(src|href)\s*=|url\(|https?://|@import""", document)
+
+
+def test_a_site_that_got_something_else_stands_out(data):
+    document = render(data)
+    assert document.count('class="differs"') == 1
+    assert "1 got something else" in document
+
+
+def test_every_number_says_measured_or_estimated(data):
+    assert "measured on this device" in render(data)
+    assert "speed estimated, unconfirmed" in render(replace(data, is_measured=False))
+
+
+def test_an_empty_study_is_still_a_report(data):
+    text = " ".join(Outline(render(replace(data, trials=(), sites=(), curves=(), budget_pct=None))).text)
+    assert "No trial gave both" in text
+    assert "No loss curve" in text
+    assert "leaves every site in fp32" in text
+
+
+def chromium(*arguments: str, profile: Path) -> str:
+    """Run Debian's chromium without a window, as root too, and without looking for a network."""
+    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_chromium_shows_all_of_it_without_scrolling_sideways(data, tmp_path, width):
+    assert which("chromium"), "apt-get install chromium"
+    # a frame of the width, since a headless window isn't narrower than 500 px; a script of the frame's page measures it
+    (tmp_path / "report.html").write_text(render(data))
+    (tmp_path / "frame.html").write_text(
+        f"<iframe id=f src=report.html style='width:{width}px;height:3000px;border:0'></iframe><pre id=out></pre><script>"
+        "onload = () => { const d = f.contentDocument, e = d.documentElement;"
+        "const small = [...d.querySelectorAll('svg[role] text')].map(t => t.getBoundingClientRect().height);"
+        "const cut = [...d.querySelectorAll('body *')].filter(t => t.getBoundingClientRect().right > e.clientWidth + 1"
+        " && t.tagName != 'THEAD').map(t => t.tagName);"
+        "out.textContent = JSON.stringify([e.scrollWidth, e.clientWidth, Math.min(...small), cut, d.body.innerText.length]) }"
+        "</script>"
+    )
+    page = (tmp_path / "frame.html").as_uri()
+    dom = chromium("--allow-file-access-from-files", "--dump-dom", page, profile=tmp_path / "profile")
+    measured = re.search(r'<pre id="out">\[(\d+),(\d+),([\d.]+),\[(.*?)\],(\d+)\]', dom)
+    assert measured, dom[-2000:]
+    scroll_width, client_width, smallest_text, cut, num_letters = measured.groups()
+    assert int(scroll_width) <= int(client_width) == width
+    assert cut == ""
+    assert float(smallest_text) >= 10
+    assert int(num_letters) > 500
