@@ -1,4 +1,7 @@
-"""Reference rounding of single numbers: to nearest, ties to even, saturating, subnormals kept."""
+"""Reference rounding of single numbers: to nearest, ties to even, saturating, subnormals kept.
+
+By arithmetic alone, never by a cast and back: inductor drops such a pair for the 16-bit dtypes, and with it the rounding.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ def round_element(x: Tensor, fmt: Format) -> Tensor:
         return torch.round(x)
     if fmt.exponent_bits == 8:
         return _round_wide(x, fmt)
-    if fmt.name == "fp16":
-        return x.to(torch.float16).to(torch.float32)
     rounded = _round_by_shift(x, fmt)
     # The shift turns every zero into +0, which is all that fnuz has; the others keep the sign.
     return rounded if fmt.name.endswith("fnuz") else torch.copysign(rounded, x)
@@ -37,8 +38,8 @@ def round_element(x: Tensor, fmt: Format) -> Tensor:
 def _round_by_shift(x: Tensor, fmt: Format) -> Tensor:
     """Add a number so large that the sum has no bits left below the grid's step, and take it away again.
 
-    The hardware's own rounding does the work, in one addition.  Faster on a CPU than a cast to an 8-bit dtype and back
-    (1.6 against 3.7 ms for 2**20 numbers), and it runs on devices that lack those dtypes.
+    The hardware's own rounding does the work, in one addition.  Twice as fast on a CPU as a cast to an 8-bit dtype and
+    back (1.6 against 3.7 ms for 2**20 numbers), and it runs on devices that lack those dtypes.
     """
     power = (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)  # 2 ** floor(log2(abs(x)))
     shift = power.clamp(min=fmt.smallest_normal) * (1.5 * 2.0 ** (23 - fmt.mantissa_bits))
@@ -49,8 +50,6 @@ def _round_wide(x: Tensor, fmt: Format) -> Tensor:
     """Formats with fp32's exponent range, where a large number to add would overflow."""
     if fmt.name == "fp32":
         return x
-    if fmt.name == "bf16":
-        return x.to(torch.bfloat16).to(torch.float32)
     dropped = 23 - fmt.mantissa_bits
     bits = x.view(torch.int32)
     half_up = (1 << (dropped - 1)) - 1
