@@ -76,8 +76,9 @@ class PlanRule:
 
     def __post_init__(self) -> None:
         # a bare string would match letter by letter
-        if not isinstance(self.match, tuple) or not self.match or not all(g and isinstance(g, str) for g in self.match):
-            raise UsageError(f"match={self.match!r} must be a tuple of one glob or more, such as ('*.attn.q', '*::matmul')")
+        globs = self.match if isinstance(self.match, tuple) else ()
+        if not globs or not all(glob and isinstance(glob, str) for glob in globs):
+            raise UsageError(f"match={self.match!r} must be a tuple of globs, such as ('*.attn.q', '*::matmul')")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
