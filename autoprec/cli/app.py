@@ -6,7 +6,9 @@ import typer
 
 from autoprec import __version__
 from autoprec.cli.command import command
+from autoprec.cli.diff import diff
 from autoprec.cli.formats import formats
+from autoprec.cli.rules import rules_app
 
 app = typer.Typer(
     name="autoprec",
@@ -34,6 +36,8 @@ def autoprec(
     """Find the fastest precision mix that keeps a PyTorch model's loss."""
 
 
+command(app, example="autoprec diff old.json new.json")(diff)
+app.add_typer(rules_app, name="rules")
 command(app, example="autoprec formats")(formats)
 
 

@@ -7,8 +7,8 @@ from autoprec.report.axis import Axis, fit_axis
 from autoprec.report.data import Curve, Interval, Role, TrialRow
 
 # User units of the pictures: they scale with the page, and at 400 px the text is still 11 px.
-WIDTH, HEIGHT = 440, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 428, 14, 254
+WIDTH, HEIGHT = 440, 310
+LEFT, RIGHT, TOP, BOTTOM = 52, 428, 26, 264
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
