@@ -87,7 +87,7 @@ class Table:
         prefix = f"{self.where} " if self.where else ""
         return [Table(self.file, f"{prefix}[[{key}]] {i}", item) for i, item in enumerate(value, 1)]
 
-    def keys(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
     def done(self) -> None:
