@@ -1,6 +1,7 @@
 """Tests that need a server, a browser, a device, a large package or minutes are skipped unless asked for by marker."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,3 +25,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measurements of this machine go to a folder of the test run, not to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield

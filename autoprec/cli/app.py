@@ -9,6 +9,7 @@ from autoprec.cli.command import command
 from autoprec.cli.diff import diff
 from autoprec.cli.formats import formats
 from autoprec.cli.rules import rules_app
+from autoprec.cli.targets import targets
 
 app = typer.Typer(
     name="autoprec",
@@ -38,6 +39,7 @@ def autoprec(
 
 command(app, example="autoprec diff old.json new.json")(diff)
 app.add_typer(rules_app, name="rules")
+command(app, example="autoprec targets h100")(targets)
 command(app, example="autoprec formats")(formats)
 
 
