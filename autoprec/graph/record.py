@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoprec.frames.mode import Action, Frame
-from autoprec.frames.names import canonical
+from autoprec.rulebook.opnames import canonical_op
 from autoprec.frames.swap import framed, leaf_op, original_class
 from autoprec.graph.flops import count_flops, recurrent_flops
 from autoprec.graph.inputs import Run
@@ -107,7 +107,7 @@ class _Recorder:
             seen[:] = [(a, k)]
             return func(*a, **k)
 
-        op = canonical(name)
+        op = canonical_op(name)
         counted = bool(floating((args, kwargs)))
         flops = 0
         if self.active and op in GEMM_OPS:

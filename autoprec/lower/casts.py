@@ -144,5 +144,5 @@ WRITTEN = {
     "instance_norm": ((1, "running_mean"), (2, "running_var")),
 }
 
-#: Ops whose Python number may leave a 16-bit range.
-NUMBER_OPS = ("masked_fill", "where", "add", "sub", "full_like", "new_full", "fill", "clamp", "clamp_min", "clamp_max")
+#: Ops whose Python number may leave a 16-bit range, beside those that the rules guard as fills.
+NUMBER_OPS = ("where", "add", "sub", "clamp", "clamp_min", "clamp_max")

@@ -12,6 +12,7 @@ from autoprec.frames.mode import Action
 from autoprec.frames.names import is_inplace, spellings
 from autoprec.lower import casts
 from autoprec.plan import Formats
+from autoprec.rulebook.opnames import canonical_op
 
 
 class Choice(NamedTuple):
@@ -81,7 +82,7 @@ class _CountingFrame(CastFrame):
         def counted(func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
             action = default
             if any(True for _ in casts.floats((*args, *kwargs.values()))):
-                op = spelled_op(name)
+                op = canonical_op(name)
                 index = self._counts.get(op, 0)
                 self._counts[op] = index + 1
                 action = by_index.get(index, default)
@@ -100,12 +101,6 @@ class GemmSettings(NamedTuple):
 
     mode: str = "training"
     recipe: tuple[tuple[str, Any], ...] = ()
-
-
-def spelled_op(name: str) -> str:
-    from autoprec.frames.names import canonical
-
-    return canonical(name)
 
 
 def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> Action:

@@ -43,13 +43,14 @@ _SYNONYMS = {
     "true_divide": "div",
 }
 
-_TABLE = {f"__{side}{name}__": op for name, op in _OPERATORS.items() for side in ("", "r", "i")} | _UNARY | _SYNONYMS
+#: Folded name of every spelling that isn't its own.
+FOLDED = {f"__{side}{name}__": op for name, op in _OPERATORS.items() for side in ("", "r", "i")} | _UNARY | _SYNONYMS
 
 
 def canonical_op(name: str) -> str:
     """The one name of an op: ``masked_fill`` for ``masked_fill_``, ``matmul`` for ``__rmatmul__``."""
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") and len(name) > 1 else name
-    return _TABLE.get(plain, plain)
+    return FOLDED.get(plain, plain)
 
 
 @cache

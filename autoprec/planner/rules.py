@@ -1,0 +1,137 @@
+"""A plan by rules alone: pins first, then what analysis found, then families, then the op rules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoprec.errors import UsageError
+from autoprec.fingerprint import fingerprint
+from autoprec.graph.site import GEMM_OPS
+from autoprec.plan import Formats, Level, Mode, Plan, PlanRule, ScalerSettings
+from autoprec.rulebook import OpRule, Rulebook
+from autoprec.target import Target
+
+if TYPE_CHECKING:
+    from autoprec.analyze import Analysis
+
+#: Formats that a plan may be capped at by ``formats=``, widest first.
+CAPS = ("fp32", "tf32", "bf16", "fp16")
+
+
+def plan_by_rules(
+    model: nn.Module,
+    target: Target,
+    rulebook: Rulebook,
+    *,
+    analysis: Analysis | None = None,
+    level: Level = "O1",
+    mode: Mode = "training",
+    formats: str | None = None,
+    merge_casts: bool = False,
+) -> Plan:
+    """The plan of the shipped rules for one model and target.
+
+    Args:
+        model: gives the fingerprint and the number of parameters.
+        target: gives the formats.
+        rulebook: op rules, families, the user's pins.
+        analysis: what was found on example inputs; None for op rules alone.
+        level: ``O0`` makes everything fp32.
+        mode: training or inference.
+        formats: cap: no format below this one (``bf16`` on an H100 means no fp8; ``fp32`` is O0).
+        merge_casts: see :class:`~autoprec.plan.Plan`.
+    """
+    low = low_format(target, level, formats)
+    rules: list[PlanRule] = list(rulebook.plan_rules)
+    if low != "fp32":
+        if analysis is not None:
+            rules += analysis_rules(analysis, low)
+        rules += op_rules(rulebook, low)
+    return Plan(
+        rules=tuple(rules),
+        target=target.name,
+        mode=mode,
+        level=level,
+        scaler=scaler_settings(model, rulebook, low, mode),
+        merge_casts=merge_casts,
+        fingerprint=fingerprint(model),
+    )
+
+
+def low_format(target: Target, level: Level, formats: str | None) -> str:
+    """The 16-bit format of GEMMs, or ``fp32``."""
+    if formats is not None and formats not in CAPS and formats not in target.formats:
+        allowed = ", ".join(dict.fromkeys((*CAPS, *target.formats)))
+        raise UsageError(f"formats={formats!r} isn't a format of {target.name}; allowed: {allowed}")
+    if level == "O0" or formats in ("fp32", "tf32"):
+        return "fp32"
+    return formats if formats in ("bf16", "fp16") else target.low_format
+
+
+def scaler_settings(model: nn.Module, rulebook: Rulebook, low: str, mode: Mode) -> ScalerSettings:
+    """Loss scaling where gradients are fp16, with the prior of the model's size."""
+    if low != "fp16" or mode != "training":
+        return ScalerSettings()
+    from dataclasses import replace
+
+    num_params = sum(p.numel() for p in model.parameters())
+    return replace(rulebook.scaler_for(num_params).settings, enabled=True)
+
+
+def op_rules(rulebook: Rulebook, low: str) -> list[PlanRule]:
+    """One plan rule per reason: the ops that stay fp32, then those that go low."""
+    rules = []
+    for kind, format_name in (("fp32", "fp32"), ("low", low)):
+        chosen = [rule for rule in rulebook.ops.values() if rule.kind == kind]
+        for why, group in itertools.groupby(sorted(chosen, key=_reason_then_op), key=lambda r: r.why):
+            match = tuple(f"*::{rule.op}" for rule in group)
+            rules.append(PlanRule(match=match, formats=Formats.all(format_name), reason=why, source="op"))
+    return rules
+
+
+def _reason_then_op(rule: OpRule) -> tuple[str, str]:
+    return rule.why, rule.op
+
+
+def analysis_rules(analysis: Analysis, low: str) -> list[PlanRule]:
+    """What analysis found against the op rules, sites with one reason and source in one rule."""
+    found = [row for row in analysis.rows if row.tag_for(low) == "fp32" and row.source_for(low) != "op"]
+    found += [row for row in analysis.rows if _lowered_against_rule(row, low)]
+    return [
+        PlanRule(match=tuple(ids), formats=Formats.all(format_name), reason=reason, source=source)
+        for (format_name, source, reason), ids in _grouped((_verdict(row, low), row.site.id) for row in found).items()
+    ]
+
+
+def _lowered_against_rule(row: Any, low: str) -> bool:
+    return row.tag_for(low) == "low" and row.site.op not in GEMM_OPS
+
+
+def _verdict(row: Any, low: str) -> tuple[str, str, str]:
+    return ("fp32" if row.tag_for(low) == "fp32" else low, row.source_for(low), row.reason_for(low))
+
+
+def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    groups: dict[Any, list[str]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def keep_rules(pins: Sequence[str]) -> tuple[PlanRule, ...]:
+    """Rules of ``SITE=FORMAT`` pins, as ``--keep 'head=fp32'`` gives them.
+
+    Raises:
+        UsageError: a pin isn't of that form.
+    """
+    rules = []
+    for pin in pins:
+        glob, equals, format_name = pin.rpartition("=")
+        if not equals or not glob:
+            raise UsageError(f"--keep {pin!r} isn't SITE=FORMAT; write for example 'head=fp32' or '*.attn.*=bf16'")
+        rules.append(PlanRule(match=(glob,), formats=Formats.all(format_name), reason="pinned by the user", source="user"))
+    return tuple(rules)
