@@ -1,0 +1,180 @@
+"""Proposes the next mix to measure.
+
+A layer's effect on time and on loss is nearly a sum over layers, so two small Gaussian processes with a linear part
+learn from a few dozen trials what a per-parameter sampler needs hundreds for.  The next mix is the one with the best
+expected gain in time that is likely to keep the loss.  Only :func:`make_sampler` is used elsewhere: another
+:class:`optuna.samplers.BaseSampler` over the same categorical parameters can take its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from autoprec.formats import FORMATS
+from autoprec.tune.space import OTHER, RULES, Space
+from autoprec.tune.surrogate import Surrogate, gap_surrogate, time_surrogate
+
+#: Constraint of a trial: its loss gap less the budget.
+CONSTRAINT = "loss_gap"
+
+#: Larger spaces are not listed in full; then the best mixes' neighbours and greedy solutions make the pool.
+_MAX_LISTED = 4096
+_DRAWS = 24
+
+Costs = Mapping[str, Mapping[str, float]]
+
+
+def make_sampler(space: Space, seed: int, budget: float) -> BaseSampler:
+    """The sampler of a study over ``space`` whose loss gap may be ``budget``."""
+    return PlanSampler(*prior(space), budget=budget, seed=seed)
+
+
+def prior(space: Space) -> tuple[Costs, Costs]:
+    """Guesses of ``(harm, time)`` of each choice against fp32, before anything is measured.
+
+    Harm falls with the square of the rounding error, 2^-mantissa; time is a share of the step, negative where saved.
+    """
+    harms: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
+    for group in space.groups:
+        share = 0.15 if group.name == OTHER else 0.85 * group.flops_share
+        harms[group.name], times[group.name] = {}, {}
+        for choice in group.choices:
+            low = FORMATS[space.low_format if choice == RULES else choice]
+            harm = 0.0 if low.name == "fp32" else max(share, 0.01) * 4.0**-low.mantissa_bits
+            harms[group.name][choice] = harm * (0.1 if choice == RULES else 1.0)
+            times[group.name][choice] = -share * (1 - max(0.3, low.bits / 32)) * 0.7
+    return harms, times
+
+
+class PlanSampler(BaseSampler):
+    """Samples one categorical parameter per group; measures no mix twice while there are others.
+
+    The study's value is a speed to maximise, in units of the baseline's; its constraint :data:`CONSTRAINT` is the loss
+    gap less the budget.
+
+    Args:
+        harms: group → choice → guessed loss gap; the first choice is the reference, with harm 0.
+        times: group → choice → guessed change of the step's time, as a share of the baseline's.
+        budget: largest allowed loss gap.
+        seed: of all draws.
+    """
+
+    def __init__(self, harms: Costs, times: Costs, *, budget: float, seed: int = 0) -> None:
+        self._groups = {name: tuple(choices) for name, choices in times.items()}
+        self._harms = _encode(harms, self._groups)
+        self._times = _encode(times, self._groups)
+        self._budget = budget
+        self._rng = np.random.default_rng(seed)
+        self._others = TPESampler(seed=seed, n_startup_trials=3)
+
+    def reseed_rng(self) -> None:
+        self._rng = np.random.default_rng()
+        self._others.reseed_rng()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return {name: CategoricalDistribution(choices) for name, choices in self._groups.items()}
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """The loss scaler's numbers, which aren't sums over layers, are left to TPE."""
+        return self._others.sample_independent(study, trial, param_name, param_distribution)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        if not search_space:
+            return {}
+        trials = [t for t in study.get_trials(deepcopy=False) if self._groups.keys() <= t.params.keys()]
+        done = [t for t in trials if t.state == TrialState.COMPLETE and CONSTRAINT in t.constraints]
+        mixes = np.array([self._indices(t.params) for t in done], dtype=int).reshape(len(done), len(self._groups))
+        time = np.array([1 / max(t.values[0], 0.05) for t in done])
+        gap = np.array([t.constraints[CONSTRAINT] + self._budget for t in done])
+        # a diverged run says "far too much", not how much
+        gap = np.clip(gap, -10 * self._budget, 10 * self._budget)
+        fitted = (
+            time_surrogate(self._times, self._onehot(mixes), mixes, time),
+            gap_surrogate(self._harms, self._onehot(mixes), mixes, gap, self._budget),
+        )
+        taken = {self._indices(t.params) for t in trials if t.state != TrialState.FAIL}
+        pool = self._pool(mixes, time, gap, fitted, taken)
+        best = self._best(pool, fitted, np.min(time[gap <= self._budget], initial=1.0))
+        return {name: choices[k] for (name, choices), k in zip(self._groups.items(), best, strict=True)}
+
+    def _indices(self, params: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(choices.index(params[name]) for name, choices in self._groups.items())
+
+    def _onehot(self, mixes: np.ndarray) -> np.ndarray:
+        """``(n, groups)`` choice numbers as ``(n, all choices)`` zeros and ones."""
+        columns = [np.eye(len(choices))[mixes[:, k]] for k, choices in enumerate(self._groups.values())]
+        return np.concatenate(columns, axis=1) if columns else np.empty((len(mixes), 0))
+
+    def _best(self, pool: np.ndarray, fitted: tuple[Surrogate, Surrogate], incumbent: float) -> np.ndarray:
+        """The mix with the largest P(gap ≤ budget) · E[time saved on the incumbent]."""
+        (time, time_sd), (gap, gap_sd) = (model.predict(self._onehot(pool), pool) for model in fitted)
+        z = (incumbent - time) / time_sd
+        gain = time_sd * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
+        return pool[int(np.argmax(_normal_cdf((self._budget - gap) / gap_sd) * gain))]
+
+    def _pool(
+        self, mixes: np.ndarray, time: np.ndarray, gap: np.ndarray, fitted: tuple[Surrogate, Surrogate], taken: set
+    ) -> np.ndarray:
+        """Mixes not measured yet; all mixes where each has been."""
+        sizes = [len(choices) for choices in self._groups.values()]
+        if math.prod(sizes) <= _MAX_LISTED:
+            pool = list(product(*map(range, sizes)))
+        else:
+            order = np.lexsort((time, gap > self._budget))[:3]
+            seeds = [tuple(mixes[k]) for k in order] or [tuple(0 for _ in sizes)]
+            pool = [mix for seed in seeds for mix in self._neighbours(seed, sizes)]
+            pool += self._greedy(fitted, sizes)
+        fresh = sorted({tuple(map(int, mix)) for mix in pool} - taken)
+        return np.array(fresh or sorted(pool), dtype=int).reshape(-1, len(sizes))
+
+    def _neighbours(self, mix: tuple[int, ...], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+        """All mixes that differ in one group, and for each one that differs in another group too."""
+        near = []
+        for k, size in enumerate(sizes):
+            for choice in range(size):
+                if choice != mix[k]:
+                    one = (*mix[:k], choice, *mix[k + 1 :])
+                    j = int(self._rng.integers(len(sizes)))
+                    near += [one, (*one[:j], int(self._rng.integers(sizes[j])), *one[j + 1 :])]
+        return near
+
+    def _greedy(self, fitted: tuple[Surrogate, Surrogate], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+        """Cheapest mixes within the budget for draws of the models' linear parts: per group, time + λ · harm."""
+        found = []
+        edges = np.cumsum([0, *sizes])
+        for draw in range(_DRAWS):
+            scale = 0.0 if draw == 0 else 1.0
+            time, harm = (
+                model.mean + scale * model.sd * self._rng.standard_normal(len(model.mean)) for model in fitted
+            )
+            for price in np.geomspace(1e-3, 1e3, 25) / self._budget:
+                cost = time + price * harm
+                mix = tuple(int(np.argmin(cost[a:b])) for a, b in pairwise(edges))
+                if sum(harm[a + k] for a, k in zip(edges[:-1], mix, strict=True)) <= self._budget:
+                    found.append(mix)
+                    break
+        return found
+
+
+def _encode(costs: Costs, groups: Mapping[str, tuple[str, ...]]) -> np.ndarray:
+    return np.array([costs[name][choice] for name, choices in groups.items() for choice in choices], dtype=float)
+
+
+def _normal_cdf(z: np.ndarray) -> np.ndarray:
+    from scipy.special import ndtr
+
+    return ndtr(z)
