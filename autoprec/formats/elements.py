@@ -1,6 +1,6 @@
 """Reference rounding of single numbers: to nearest, ties to even, saturating, subnormals kept.
 
-By arithmetic alone, never by a cast and back: inductor drops such a pair for the 16-bit dtypes, and with it the rounding.
+By arithmetic alone, never by a cast and back: inductor drops such a pair for 16-bit dtypes, and the rounding with it.
 """
 
 from __future__ import annotations
