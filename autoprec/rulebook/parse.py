@@ -87,6 +87,8 @@ def _ops(top: Table, names: _Names) -> dict[str, OpRule]:
         table.done()
         if (kind == "fixed") != bool(dtype):
             raise table.error(f"dtype = {dtype!r} with kind = {kind!r}: fixed needs widest or destination, others none")
+        if guard and kind != "follow":
+            raise table.error(f"guard = {guard!r} with kind = {kind!r}: only an op that follows has a guard")
         for name in spelled:
             op = names.op(table, "names", name)
             if op in rules:

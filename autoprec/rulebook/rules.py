@@ -22,8 +22,8 @@ class OpRule:
         kind: ``low``: arguments go to the low format; ``fp32``: 16-bit arguments go to fp32; ``fixed``: all floating
             arguments go to one dtype; ``follow``: they stay as they come.
         dtype: of ``fixed``: ``widest`` among the arguments, or ``destination``, that of the first floating tensor.
-        guard: ``factory``: a 16-bit ``dtype=`` argument is replaced by fp32; ``fill``: a tensor whose dtype can't
-            hold the fill value goes to fp32 first.
+        guard: of an op that follows. ``factory``: a 16-bit ``dtype=`` argument is replaced by fp32; ``fill``: a tensor
+            whose dtype can't hold the fill value goes to fp32 first.
         why: the reason, for a reader.
         source: public evidence.
         file: name of the rule file; empty for the rule of an op that no file names.
@@ -47,7 +47,7 @@ class FamilyRule:
         names: globs over the module's FQN.
         ops: canonical op names.
         position: ``first`` or ``last`` in order of execution among the matrix products that satisfy the rest;
-            ``first_block`` or ``last_block`` of the longest numbered container.
+            ``first_block`` or ``last_block``: inside the first or last entry of an outermost numbered container.
         precision: ``high`` is 16 bit instead of fp8 or lower; ``fp32`` is fp32.
         why: the reason, for a reader.
         source: public evidence.
