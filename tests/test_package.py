@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import autoprec
 import pytest
+
+import autoprec
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400

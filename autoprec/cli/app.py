@@ -5,9 +5,12 @@ from typing import Annotated
 import typer
 
 from autoprec import __version__
+from autoprec.cli.check import check
 from autoprec.cli.command import command
+from autoprec.cli.convert import convert
 from autoprec.cli.diff import diff
 from autoprec.cli.formats import formats
+from autoprec.cli.plan import plan
 from autoprec.cli.rules import rules_app
 from autoprec.cli.targets import targets
 
@@ -37,6 +40,9 @@ def autoprec(
     """Find the fastest precision mix that keeps a PyTorch model's loss."""
 
 
+command(app, example="autoprec plan mytask.py:task --target h100 -o plan.json")(plan)
+command(app, example="autoprec convert mytask.py:task --plan plan.json -o model.safetensors")(convert)
+command(app, example="autoprec check mytask.py:task --plan plan.json")(check)
 command(app, example="autoprec diff old.json new.json")(diff)
 app.add_typer(rules_app, name="rules")
 command(app, example="autoprec targets h100")(targets)

@@ -78,5 +78,6 @@ def _fail(output: Output, error: Exception) -> NoReturn:
         output.error(str(error))
     else:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        output.error(f"{type(error).__name__}: {error}\n(in {where.filename}:{where.lineno}; --debug shows the traceback)")
+        place = f"(in {where.filename}:{where.lineno}; --debug shows the traceback)"
+        output.error(f"{type(error).__name__}: {error}\n{place}")
     raise typer.Exit(FAILED) from error

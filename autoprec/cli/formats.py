@@ -16,7 +16,9 @@ def formats(output: Output, as_json: AsJson = False) -> None:
     rows = [{**asdict(fmt), "torch_dtype": _dtype_name(fmt.torch_dtype)} for fmt in FORMATS.values()]
     if as_json:
         return output.show_json(rows)
-    table = Table("format", "bits", "exponent", "mantissa", "max", "smallest normal", "smallest", "block", "scale", "torch dtype")
+    table = Table(
+        "format", "bits", "exponent", "mantissa", "max", "smallest normal", "smallest", "block", "scale", "torch dtype"
+    )
     for row in rows:
         table.add_row(*(_cell(value) for value in _in_columns(row)))
     output.show(table)

@@ -1,35 +1,54 @@
 """Arguments and options that several commands take, each with one meaning everywhere."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from autoprec.errors import UsageError
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="file.py:name or pkg.mod:name of a task, or of a factory of (module, example_inputs)."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.", rich_help_panel="Output")]
+_MODEL_HELP = (
+    "A built-in task (gpt, cnn, lstm), or file.py:name or pkg.mod:name of a task, or of a function that returns "
+    "(module, example_inputs)."
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of weights and data.", rich_help_panel="Model")]
 TargetOption = Annotated[
-    str, typer.Option("--target", help="A device's name, or auto for this machine's.", rich_help_panel="Plan")
+    str,
+    typer.Option("--target", help="A device's name or a target file; auto is this machine's.", rich_help_panel="Plan"),
 ]
 RulesOption = Annotated[
     list[Path] | None,
     typer.Option("--rules", metavar="FILE", help="Rules of your own (TOML); repeatable.", rich_help_panel="Plan"),
 ]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep", metavar="SITE=FORMAT", help="Pin sites, as in 'head=fp32'; repeatable.", rich_help_panel="Plan"
+    ),
+]
 LevelOption = Annotated[
-    str, typer.Option("--level", help="O0, O1, O2 or O3: how far precision goes down.", rich_help_panel="Plan")
+    Literal["O0", "O1", "O2", "O3"],
+    typer.Option("--level", help="O0 fp32, O1 casts at run time, O2 and O3 store 16 bit.", rich_help_panel="Plan"),
 ]
 FormatsOption = Annotated[
     str | None,
-    typer.Option("--formats", help="The lowest format allowed, such as bf16. By default the target's best.", rich_help_panel="Plan"),
+    typer.Option("--formats", help="Go no lower than this format, such as bf16.", rich_help_panel="Plan"),
 ]
-ModeOption = Annotated[str, typer.Option("--mode", help="training or inference.", rich_help_panel="Plan")]
+ModeOption = Annotated[
+    Literal["training", "inference"] | None,
+    typer.Option("--mode", help="By default the task's, or training.", rich_help_panel="Plan"),
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="FILE", help="A plan; the options below then don't count.", rich_help_panel="Plan"),
+]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Fail if a site can't get what the plan asks.", rich_help_panel="Plan")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.", rich_help_panel="Output")]
 
 
 def refuse_overwriting(*paths: Path, force: bool) -> None:

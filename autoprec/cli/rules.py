@@ -39,10 +39,12 @@ def show(
     if as_json:
         return output.show_json([asdict(row) for row in rows])
     for row in rows:
-        output.show(f"{row.name} ({row.table}): {row.effect}\n  why     {row.why}\n  source  {row.source}\n  file    {row.file}")
+        output.show(
+            f"{row.name} ({row.table}): {row.effect}\n  why     {row.why}\n  source  {row.source}\n  file    {row.file}"
+        )
 
 
-def test(
+def check(
     output: Output,
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rule files (TOML), the last one wins.")],
     as_json: AsJson = False,
@@ -66,4 +68,4 @@ def _show(output: Output, rows: Iterable["RuleRow"], as_json: bool) -> None:
 
 command(rules_app, name="list", example="autoprec rules list --rules mine.toml")(list_)
 command(rules_app, example="autoprec rules show softmax")(show)
-command(rules_app, example="autoprec rules test mine.toml")(test)
+command(rules_app, name="test", example="autoprec rules test mine.toml")(check)

@@ -36,7 +36,13 @@ def _table(found: "tuple[Target, ...]") -> Table:
     table = Table("name", "device", "formats, best first", "16 bit", "peak TFLOP/s", "GB/s", "GiB")
     for target in found:
         table.add_row(
-            target.name, target.title, " ".join(target.formats), target.low_format, _peaks(target), _bandwidth(target), _memory(target)
+            target.name,
+            target.title,
+            " ".join(target.formats),
+            target.low_format,
+            _peaks(target),
+            _bandwidth(target),
+            _memory(target),
         )
     return table
 

@@ -52,7 +52,7 @@ class TrialRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRow:
-    """One site of the chosen plan: what was asked, what it got and why."""
+    """One site of the chosen plan: what was asked, what it got (empty if it never ran) and why."""
 
     site: str
     asked: str
@@ -62,7 +62,7 @@ class SiteRow:
 
     @property
     def is_as_asked(self) -> bool:
-        return self.asked == self.got
+        return not self.got or self.asked in ("follow", self.got)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,10 @@ def _template() -> Template:
     # site names and task names are a user's text: all is escaped
     folder = Path(__file__).with_name("templates")
     environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("report.html.jinja")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-MODELS = '''
+MODELS = """
 import torch
 from torch import nn
 
@@ -34,7 +34,7 @@ def broken():
 
 
 number = 3
-'''
+"""
 
 
 @pytest.fixture

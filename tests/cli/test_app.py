@@ -2,8 +2,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import autoprec
 import pytest
+
+import autoprec
 
 COMMANDS = ["env", "inspect", "plan", "tune", "convert", "check", "diff", "rules", "targets", "formats"]
 
@@ -38,7 +39,12 @@ def test_an_unknown_command_or_option_is_a_usage_error_with_a_hint(cli):
 
 
 def test_the_module_runs_as_the_command_and_starts_without_torch():
-    code = "import sys; sys.argv = ['autoprec', '--version']\nimport runpy\ntry: runpy.run_module('autoprec')\nfinally: print('torch' in sys.modules)"
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['autoprec', '--version']\n"
+        "try: runpy.run_module('autoprec')\n"
+        "finally: print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
     )

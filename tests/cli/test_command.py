@@ -1,8 +1,9 @@
 import pytest
 import typer
+from typer.testing import CliRunner
+
 from autoprec.cli.command import answer, command
 from autoprec.errors import UsageError
-from typer.testing import CliRunner
 
 
 def run(function, *arguments):

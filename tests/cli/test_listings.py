@@ -42,7 +42,9 @@ def test_a_users_rule_wins(cli, tmp_path):
     assert [(row["name"], row["file"]) for row in rows] == [("softmax", "mine.toml")]
 
 
-@pytest.mark.parametrize("text", ["[[op]]\nnames = [", RULES.replace("softmax", "softmacks"), RULES.replace("low", "lower")])
+@pytest.mark.parametrize(
+    "text", ["[[op]]\nnames = [", RULES.replace("softmax", "softmacks"), RULES.replace("low", "lower")]
+)
 def test_a_wrong_rule_file_is_an_error_that_names_it(cli, tmp_path, text):
     mine = tmp_path / "mine.toml"
     mine.write_text(text)

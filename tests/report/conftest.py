@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from autoprec.report.data import Curve, Interval, ReportData, SiteRow, TrialRow
 
 
@@ -26,7 +27,7 @@ def data() -> ReportData:
             trial(1, "bf16", "baseline", 1.45, 0.31, low_share=1.0),
             trial(2, "mlp bf16", "winner", 1.52, 0.08, low_share=0.93, is_on_front=True),
             trial(3, "all fp16", "candidate", 1.2, 0.9, low_share=1.0),
-            TrialRow(number=4, mix="head fp16", role="candidate", outcome="failed", note="loss isn't finite <at step 3>"),
+            TrialRow(number=4, mix="head fp16", role="candidate", outcome="failed", note="not finite <at step 3>"),
         ),
         sites=(
             SiteRow(site="blocks.0.attn::matmul#0", asked="bf16", got="bf16", why="a GEMM", mechanism="mode"),

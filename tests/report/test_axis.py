@@ -1,7 +1,8 @@
 import pytest
-from autoprec.report.axis import fit_axis, round_step
 from hypothesis import given
 from hypothesis import strategies as st
+
+from autoprec.report.axis import fit_axis, round_step
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -28,7 +29,13 @@ def test_an_axis_may_run_upwards():
 
 
 def test_tick_texts_have_the_digits_of_the_step_and_no_negative_zero():
-    assert [text for _, text in fit_axis("x", [-0.2, 0.2], 0, 100, max_ticks=4).ticks] == ["-0.2", "-0.1", "0.0", "0.1", "0.2"]
+    assert [text for _, text in fit_axis("x", [-0.2, 0.2], 0, 100, max_ticks=4).ticks] == [
+        "-0.2",
+        "-0.1",
+        "0.0",
+        "0.1",
+        "0.2",
+    ]
 
 
 def test_equal_values_and_no_values_still_give_an_axis():

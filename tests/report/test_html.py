@@ -6,6 +6,7 @@ from pathlib import Path
 from shutil import which
 
 import pytest
+
 from autoprec.report.html import render
 
 VOID = {"meta", "line", "rect", "path", "circle", "polyline", "br", "link"}
@@ -44,7 +45,8 @@ def test_document_nests_and_its_ids_are_unique(data):
 
 def test_the_verdict_comes_first_and_the_command_last(data):
     text = " ".join(Outline(render(data)).text)
-    places = [text.index(part) for part in (data.verdict, "Speed and loss", "blocks.0", "head fp16", "Test CPU", data.command)]
+    parts = (data.verdict, "Speed and loss", "blocks.0", "head fp16", "Test CPU", data.command)
+    places = [text.index(part) for part in parts]
     assert places == sorted(places)
 
 
@@ -83,7 +85,8 @@ def test_an_empty_study_is_still_a_report(data):
 def chromium(*arguments: str, profile: Path) -> str:
     """Run Debian's chromium without a window, as root too, and without looking for a network."""
     quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}", *arguments]
+    safe = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}")
+    command = ["chromium", *safe, *quiet, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
@@ -91,15 +94,17 @@ def chromium(*arguments: str, profile: Path) -> str:
 @pytest.mark.parametrize("width", [1280, 400])
 def test_chromium_shows_all_of_it_without_scrolling_sideways(data, tmp_path, width):
     assert which("chromium"), "apt-get install chromium"
-    # a frame of the width, since a headless window isn't narrower than 500 px; a script of the frame's page measures it
+    # a frame, since a headless window isn't narrower than 500 px; the outer page's script measures what is in it
     (tmp_path / "report.html").write_text(render(data))
     (tmp_path / "frame.html").write_text(
-        f"<iframe id=f src=report.html style='width:{width}px;height:3000px;border:0'></iframe><pre id=out></pre><script>"
+        f"<iframe id=f src=report.html style='width:{width}px;height:3000px;border:0'></iframe>"
+        "<pre id=out></pre><script>"
         "onload = () => { const d = f.contentDocument, e = d.documentElement;"
         "const small = [...d.querySelectorAll('svg[role] text')].map(t => t.getBoundingClientRect().height);"
         "const cut = [...d.querySelectorAll('body *')].filter(t => t.getBoundingClientRect().right > e.clientWidth + 1"
         " && t.tagName != 'THEAD').map(t => t.tagName);"
-        "out.textContent = JSON.stringify([e.scrollWidth, e.clientWidth, Math.min(...small), cut, d.body.innerText.length]) }"
+        "const letters = d.body.innerText.length;"
+        "out.textContent = JSON.stringify([e.scrollWidth, e.clientWidth, Math.min(...small), cut, letters]) }"
         "</script>"
     )
     page = (tmp_path / "frame.html").as_uri()
