@@ -9,6 +9,7 @@ from autoprec.cli.check import check
 from autoprec.cli.command import command
 from autoprec.cli.convert import convert
 from autoprec.cli.diff import diff
+from autoprec.cli.env import env
 from autoprec.cli.formats import formats
 from autoprec.cli.plan import plan
 from autoprec.cli.rules import rules_app
@@ -40,6 +41,7 @@ def autoprec(
     """Find the fastest precision mix that keeps a PyTorch model's loss."""
 
 
+command(app, example="autoprec env")(env)
 command(app, example="autoprec plan mytask.py:task --target h100 -o plan.json")(plan)
 command(app, example="autoprec convert mytask.py:task --plan plan.json -o model.safetensors")(convert)
 command(app, example="autoprec check mytask.py:task --plan plan.json")(check)

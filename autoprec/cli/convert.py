@@ -105,8 +105,8 @@ def _unshared(module: "nn.Module") -> dict:
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"{name!r} in the state dict is a {type(value).__name__}, and safetensors holds tensors only: convert the "
-                "model in Python and save it your own way"
+                f"{name!r} in the state dict is a {type(value).__name__}, and safetensors holds tensors only: convert "
+                "the model in Python and save it your own way"
             )
         memory = value.untyped_storage().data_ptr()
         tensors[name] = value.detach().clone() if memory in seen else value.detach().contiguous()

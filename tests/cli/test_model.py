@@ -1,0 +1,42 @@
+import pytest
+import torch
+from autoprec.cli.model import load_model
+from autoprec.errors import TaskError
+
+from torch import nn
+
+
+def test_a_factory_gives_module_and_inputs_and_its_weights_follow_the_seed(models):
+    first, again, other = (load_model("models.py:factory", seed) for seed in (1, 1, 2))
+    assert isinstance(first.example_inputs, tuple)
+    assert torch.equal(first.module.out.weight, again.module.out.weight)
+    assert not torch.equal(first.module.out.weight, other.module.out.weight)
+
+
+def test_a_module_comes_without_inputs(models):
+    assert load_model("models.py:module").example_inputs is None
+    assert isinstance(load_model("models:module").module, nn.Module)
+
+
+def test_a_task_gives_its_loss_on_a_batch():
+    named = load_model("cnn")
+    assert named.example_inputs(named.module).ndim == 0
+    assert named.mode == "training"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nope", "built-in task"),
+        ("missing.py:x", "no file 'missing.py'"),
+        ("models.py:missing", "no name 'missing'"),
+        ("no_such_package.x:y", "no_such_package"),
+        ("models.py:number", "is a int"),
+        ("models.py:Gated", "is a type"),
+        ("models.py:broken", "RuntimeError: no such weights"),
+    ],
+)
+def test_what_is_no_model_is_an_error_that_names_it(models, spec, said):
+    with pytest.raises(TaskError, match=spec.split(":")[0]) as caught:
+        load_model(spec)
+    assert said in str(caught.value)
