@@ -1,9 +1,9 @@
 import pytest
 import torch
+from torch import nn
+
 from autoprec.cli.model import load_model
 from autoprec.errors import TaskError
-
-from torch import nn
 
 
 def test_a_factory_gives_module_and_inputs_and_its_weights_follow_the_seed(models):

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-import autoprec
 import pytest
 from safetensors.torch import load_file
+
+import autoprec
 
 
 @pytest.fixture
