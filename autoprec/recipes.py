@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 from autoprec.errors import UsageError
 
 Backward = Literal["quantized", "high_precision", "dequantized"]
-_BACKWARD: tuple[Backward, ...] = ("quantized", "high_precision", "dequantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class CurrentRecipe(Recipe):
     epsilon: float = _number(0.0, 0.0, 1e-6, minimum=0.0)
     fast_output: bool = _flag(True)
     fast_grads: bool = _flag(False)
-    backward: Backward = _choice("quantized", *_BACKWARD)
+    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +159,7 @@ class RowwiseRecipe(Recipe):
     power_of_two: bool = _flag(True)
     grad_weight: Literal["quantized", "high_precision"] = _choice("quantized", "quantized", "high_precision")
     fast_output: bool = _flag(True)
-    backward: Backward = _choice("quantized", *_BACKWARD)
+    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ class Block128Recipe(Recipe):
     input_2d: bool = _flag(False)
     weight_2d: bool = _flag(True)
     grad_2d: bool = _flag(False)
-    backward: Backward = _choice("quantized", *_BACKWARD)
+    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,7 +215,7 @@ class MXFP8Recipe(Recipe):
 
     rounding: Literal["ceil", "floor"] = _choice("ceil", "ceil", "floor")
     weight_2d: bool = _flag(False)
-    backward: Backward = _choice("quantized", *_BACKWARD)
+    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +238,7 @@ class NVFP4Recipe(Recipe):
     weight_2d: bool = _flag(True)
     hadamard: bool = _flag(True)
     stochastic_rounding: bool = _flag(True)
-    backward: Backward = _choice("quantized", *_BACKWARD)
+    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
 
 
 RECIPES: dict[str, type[Recipe]] = {

@@ -24,19 +24,19 @@ class Quantized(NamedTuple):
 
     Args:
         values: fp32 ``[rows, K]``; block scales that are exact in fp32 are multiplied in.
-        scale_inv: fp32 scalar or ``[rows, 1]``, applied to the GEMM's result.
+        scale_inv: fp32 scalar or ``[rows, 1]``, applied to the GEMM's result; None is 1.
     """
 
     values: Tensor
-    scale_inv: Tensor
+    scale_inv: Tensor | None
 
     def dequantize(self) -> Tensor:
-        return self.values * self.scale_inv
+        return self.values if self.scale_inv is None else self.values * self.scale_inv
 
 
 def quantize_unscaled(x: Tensor, fmt: Format) -> Quantized:
     """A plain cast."""
-    return Quantized(round_element(x, fmt), x.new_ones(()))
+    return Quantized(round_element(x, fmt), None)
 
 
 def quantize_scaled(x: Tensor, fmt: Format, scale: Tensor) -> Quantized:
@@ -67,7 +67,7 @@ def quantize_block128(
     """One scale for each 1x128, or with ``two_d`` 128x128, tile; tiles at the edges are cut short."""
     tiles, amax = _tiles(x, 128 if two_d else 1, 128)
     scale = scales.current_scale(amax, fmt.max, power_of_two=power_of_two, if_infinite=largest_input)
-    return _from_tiles(round_element(tiles * scale, fmt) * scales.reciprocal(scale), x)
+    return Quantized(_untile(round_element(tiles * scale, fmt) * scales.reciprocal(scale), x), None)
 
 
 def quantize_mxfp8(x: Tensor, *, element: str = "fp8_e4m3", two_d: bool = False, rounding: str = "ceil") -> Quantized:
@@ -76,7 +76,7 @@ def quantize_mxfp8(x: Tensor, *, element: str = "fp8_e4m3", two_d: bool = False,
     fmt = FORMATS[element]
     exponent = scales.e8m0_exponent(amax, fmt.max, rounding=rounding)
     values = round_element(tiles * scales.e8m0_scale(exponent), fmt) * scales.e8m0_scale_inv(exponent)
-    return _from_tiles(values, x)
+    return Quantized(_untile(values, x), None)
 
 
 def quantize_nvfp4(x: Tensor, *, two_d: bool = False, hadamard: bool = False, stochastic: bool = False) -> Quantized:
@@ -97,7 +97,7 @@ def quantize_nvfp4(x: Tensor, *, two_d: bool = False, hadamard: bool = False, st
     block_scale_inv = scales.nvfp4_block_scale_inv(amax, tensor_scale)
     scaled = tiles * scales.nvfp4_scale(block_scale_inv, tensor_scale)
     rounded = _round_e2m1_stochastic(scaled) if stochastic else round_element(scaled, fmt)
-    return Quantized(_from_tiles(rounded * block_scale_inv, x).values, scales.reciprocal(tensor_scale))
+    return Quantized(_untile(rounded * block_scale_inv, x), scales.reciprocal(tensor_scale))
 
 
 def _round_e2m1_stochastic(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _tiles(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return tiles, tiles.abs().amax((1, 3), keepdim=True)
 
 
-def _from_tiles(tiles: Tensor, like: Tensor) -> Quantized:
-    rows, _, columns, _ = tiles.shape
-    values = tiles.reshape(rows * tiles.shape[1], columns * tiles.shape[3])
-    return Quantized(values[: like.shape[0], : like.shape[1]], like.new_ones(()))
+def _untile(tiles: Tensor, like: Tensor) -> Tensor:
+    """The matrix again, without the padding."""
+    rows, height, columns, width = tiles.shape
+    return tiles.reshape(rows * height, columns * width)[: like.shape[0], : like.shape[1]]

@@ -1,0 +1,126 @@
+"""What every backend is, and what it is asked.
+
+Called from elsewhere::
+
+    choose(op, formats, x, weight, names, mode, *, recipe=None) -> (Backend | None, reason)
+    backend.linear(x, weight, bias, spec) -> Tensor              # differentiable, x [..., K], weight [N, K], bias [N]
+    LinearSpec(formats=..., recipe=recipe_for(formats, plan.recipe), output_dtype=None)
+    get_backend(name) -> Backend;  list_backends() -> names;  Backend.available() / .supports(Gemm(...)) -> (ok, reason)
+
+A backend never replaces a module: a site's forward calls ``linear`` with the model's own Parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from autoprec.plan import Formats, Mode
+from autoprec.recipes import Recipe
+
+Answer = tuple[bool, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """How a linear layer runs.
+
+    Args:
+        formats: format of each role.
+        recipe: how scaled formats get their scales; None casts without a scale.
+        output_dtype: of the result; None gives the input's.  ``grad_input`` and ``grad_weight`` have the dtypes of the
+            tensors they are gradients of.
+    """
+
+    formats: Formats
+    recipe: Recipe | None = None
+    output_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One site's matrix product, as a backend is asked about it.
+
+    Args:
+        op: canonical op name.
+        formats: format of each role.
+        recipe: how scaled formats get their scales.
+        input_shape: ``[..., K]``.
+        weight_shape: ``[N, K]``.
+        dtype: of the activation.
+        device: where it runs.
+        mode: ``training`` adds the two gradient GEMMs.
+    """
+
+    op: str
+    formats: Formats
+    recipe: Recipe | None
+    input_shape: tuple[int, ...]
+    weight_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    mode: Mode
+
+    @property
+    def rows(self) -> int:
+        """Tokens: all dimensions of the input but the last."""
+        return math.prod(self.input_shape[:-1])
+
+    @property
+    def used_formats(self) -> tuple[str, ...]:
+        """Formats of the roles that take part: ``grad_output`` only in training."""
+        forward = (self.formats.input, self.formats.weight)
+        return (*forward, self.formats.grad_output) if self.mode == "training" else forward
+
+
+class Backend:
+    """Base of all backends; every answer carries its reason.
+
+    ``speed`` orders the automatic choice, the fastest first.
+    """
+
+    name: ClassVar[str] = ""
+    speed: ClassVar[int] = 0
+
+    def available(self) -> Answer:
+        """Whether it can run on this machine at all."""
+        return True, "part of torch"
+
+    def supports(self, gemm: Gemm) -> Answer:
+        """Whether it can run this product, forward and, in training, backward."""
+        return False, f"backend {self.name!r} doesn't say what it supports"
+
+    def wanted(self, gemm: Gemm) -> Answer:
+        """Whether the automatic choice should take it; a plan that names it gets it all the same."""
+        return True, ""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """``x @ weight.T + bias``.
+
+        Args:
+            x: ``[..., K]``, fp32 or 16 bit.
+            weight: ``[N, K]``.
+            bias: ``[N]`` or None; added in high precision.
+            spec: formats, recipe and the result's dtype.
+
+        Returns:
+            ``[..., N]``.
+        """
+        raise NotImplementedError
+
+
+def refuse_op(gemm: Gemm) -> str:
+    """Why this isn't a linear layer that a scaled GEMM computes; empty if it is."""
+    if gemm.op != "linear":
+        return f"op {gemm.op!r} has no scaled kernel; only 'linear' has"
+    if len(gemm.weight_shape) != 2 or not gemm.input_shape:
+        return f"needs an input [..., K] and a weight [N, K], got {gemm.input_shape} and {gemm.weight_shape}"
+    if gemm.input_shape[-1] != gemm.weight_shape[1]:
+        return f"input {gemm.input_shape} and weight {gemm.weight_shape} don't fit"
+    if gemm.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"takes fp32, fp16 or bf16 activations, not {str(gemm.dtype).removeprefix('torch.')}"
+    return ""

@@ -1,0 +1,132 @@
+"""``emulated``: exactly the operands that a kernel would see, multiplied in fp32, on any device.
+
+It predicts the loss, not the speed.  What differs from real hardware is the order and width of accumulation alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, refuse_op
+from autoprec.backends.operands import GemmName, Role, is_shared, multiply, quantize_operand, transpose
+from autoprec.formats.quantize import Quantized
+from autoprec.recipes import DelayedRecipe
+
+
+class EmulatedBackend(Backend):
+    """Reference of all backends; takes every format, shape and device."""
+
+    name: ClassVar[str] = "emulated"
+    speed: ClassVar[int] = 90
+
+    def available(self) -> Answer:
+        return True, "runs wherever torch does"
+
+    def supports(self, gemm: Gemm) -> Answer:
+        reason = refuse_op(gemm)
+        if not reason and isinstance(gemm.recipe, DelayedRecipe):
+            reason = "recipe 'delayed' keeps state from step to step, which emulation doesn't; use 'current'"
+        return not reason, reason or "rounds the operands exactly and multiplies in fp32"
+
+    def wanted(self, gemm: Gemm) -> Answer:
+        if gemm.device.type == "cuda" and torch.cuda.get_device_capability(gemm.device) >= (8, 9):
+            return False, "slower than 16 bit on a device that has kernels of its own; name it to have it"
+        return True, ""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        return _EmulatedLinear.apply(x, weight, bias, spec)
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        with _no_autocast(x):
+            rows = x.reshape(-1, x.shape[-1])
+            output = multiply(_quantize(rows, spec, "input", "output"), _quantize(weight, spec, "weight", "output"))
+            if bias is not None:
+                output = output + bias.to(torch.float32)
+            return output.reshape(*x.shape[:-1], weight.shape[0]).to(spec.output_dtype or x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, spec = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.spec = spec
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        with _no_autocast(x):
+            grad_rows = grad.reshape(-1, grad.shape[-1])
+            grad_input, grad_weight = _gradients(
+                grad_rows, x.reshape(-1, x.shape[-1]), weight, ctx.spec, ctx.needs_input_grad
+            )
+            grad_bias = None
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+                grad_bias = grad_rows.to(torch.float32).sum(0).to(ctx.bias_dtype)
+            if grad_input is not None:
+                grad_input = grad_input.reshape(x.shape).to(x.dtype)
+            if grad_weight is not None:
+                grad_weight = grad_weight.to(weight.dtype)
+            return grad_input, grad_weight, grad_bias, None
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, spec: LinearSpec, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """``grad @ weight`` along N and ``grad.T @ x`` along the tokens, each with its own operands."""
+    grad_input = grad_weight = None
+    grad_along_n = None
+    if needed[0]:
+        grad_along_n = _quantize(grad, spec, "grad_output", "grad_input")
+        grad_input = multiply(grad_along_n, _second_operand(weight, spec, "weight", "grad_input"))
+    if needed[1]:
+        if grad_along_n is not None and is_shared(spec.formats.grad_output, spec.recipe, "grad_output"):
+            grad_along_rows = transpose(grad_along_n)
+        else:
+            grad_along_rows = _quantize(grad.T, spec, "grad_output", "grad_weight")
+        grad_weight = multiply(grad_along_rows, _second_operand(x, spec, "input", "grad_weight"))
+    return grad_input, grad_weight
+
+
+def _second_operand(x: Tensor, spec: LinearSpec, role: Role, gemm: GemmName) -> Quantized:
+    """The weight or input of a gradient GEMM, which contracts the dimension that the output GEMM doesn't."""
+    name = spec.formats.weight if role == "weight" else spec.formats.input
+    if getattr(spec.recipe, "backward", "quantized") == "dequantized":
+        return Quantized(_quantize(x, spec, role, "output").dequantize().T, None)
+    if is_shared(name, spec.recipe, role) and not _is_high_precision(spec, gemm):
+        return transpose(_quantize(x, spec, role, gemm))
+    return _quantize(x.T, spec, role, gemm)
+
+
+def _quantize(x: Tensor, spec: LinearSpec, role: Role, gemm: GemmName) -> Quantized:
+    high = _is_high_precision(spec, gemm) or (
+        role == "grad_output" and getattr(spec.recipe, "backward", "quantized") == "dequantized"
+    )
+    if high:
+        return Quantized(x.to(torch.float32), None)
+    return quantize_operand(x, getattr(spec.formats, role), spec.recipe, role, gemm)
+
+
+def _is_high_precision(spec: LinearSpec, gemm: GemmName) -> bool:
+    """Whether the recipe leaves this GEMM's operands as they came."""
+    if gemm == "output":
+        return False
+    if getattr(spec.recipe, "backward", "quantized") == "high_precision":
+        return True
+    return gemm == "grad_weight" and getattr(spec.recipe, "grad_weight", "quantized") == "high_precision"
+
+
+def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """An outer autocast would round the product to 16 bit before it is scaled."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
