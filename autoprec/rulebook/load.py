@@ -32,10 +32,9 @@ def load_rulebook(*user_files: str | os.PathLike[str]) -> Rulebook:
     Raises:
         RuleError: a file can't be read or used; the message names the file, the key, its value and what is allowed.
     """
-    if not user_files:
-        return _shipped_rulebook()
-    known = frozenset(_shipped_rulebook().ops)
-    return _merge([*_shipped_files(), *(parse_rules(read_toml(Path(path)), known) for path in user_files)])
+    shipped = _shipped_files()
+    known = frozenset(op for file in shipped for op in file.ops)
+    return _merge([*shipped, *(parse_rules(read_toml(Path(path)), known) for path in user_files)])
 
 
 def check_rules_match(rulebook: Rulebook, sites: Iterable[HasAliases]) -> None:
@@ -69,11 +68,6 @@ def _nearest(glob: str, aliases: list[str]) -> str:
 def _shipped_files() -> tuple[RuleFile, ...]:
     files = [read_toml(rules_folder() / name) for name in _SHIPPED]
     return tuple(parse_rules(file, known=None) for file in files)
-
-
-@cache
-def _shipped_rulebook() -> Rulebook:
-    return _merge(_shipped_files())
 
 
 def _merge(files: Iterable[RuleFile]) -> Rulebook:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import cast, get_args
 
+from autoprec.errors import UsageError
 from autoprec.formats import FORMATS
 from autoprec.plan import FIXED, FOLLOW, Formats, PlanRule, ScalerSettings
 from autoprec.rulebook.globs import covers
@@ -186,22 +187,17 @@ def _scaler(top: Table) -> tuple[ScalerPrior, ...]:
     priors: list[ScalerPrior] = []
     for table in top.tables("scaler"):
         below = table.number("below_params") if table.has("below_params") else _NO_LIMIT
-        settings = ScalerSettings(
-            enabled=True,
-            init_scale=table.number("init_scale"),
-            growth_factor=table.number("growth_factor", 2.0, above=1.0),
-            backoff_factor=table.number("backoff_factor", 0.5),
-            growth_interval=table.whole("growth_interval"),
-            min_scale=table.number("min_scale", 1.0),
-            max_scale=table.number("max_scale", 2.0**24),
-        )
-        if settings.backoff_factor >= 1:
-            raise table.error(f"backoff_factor = {settings.backoff_factor} must be below 1")
-        if not settings.min_scale <= settings.init_scale <= settings.max_scale:
-            raise table.error(
-                f"init_scale = {settings.init_scale} isn't between min_scale {settings.min_scale} and "
-                f"max_scale {settings.max_scale}"
-            )
+        numbers = {
+            "init_scale": table.number("init_scale"),
+            "growth_factor": table.number("growth_factor", 2.0),
+            "backoff_factor": table.number("backoff_factor", 0.5),
+            "min_scale": table.number("min_scale", 1.0),
+            "max_scale": table.number("max_scale", 2.0**24),
+        }
+        try:
+            settings = ScalerSettings(enabled=True, growth_interval=table.whole("growth_interval"), **numbers)
+        except UsageError as error:
+            raise table.error(str(error)) from error
         if priors and below <= priors[-1].below_params:
             raise table.error(f"below_params = {below:g} can never match: the one before reaches that far already")
         why, source = table.text("why"), table.text("source", top.file)
