@@ -163,7 +163,8 @@ class _Numbers:
         self.sources: dict[str, str] = {}
 
     def one(self, key: str) -> float | None:
-        return self._read(self._top.table(key), key) if self._top.has(key) else None
+        table = self._top.table(key)
+        return self._read(table, key) if self._top.has(key) else None
 
     def per_format(self, key: str) -> dict[str, float]:
         table = self._top.table(key)
