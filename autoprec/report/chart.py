@@ -54,8 +54,8 @@ class CurvesChart:
 
 
 def front_chart(trials: tuple[TrialRow, ...], budget_pct: float | None) -> FrontChart | None:
-    """The picture of all trials that have both numbers; None if there is none."""
-    placed = [(t, t.speedup, t.loss_gap_pct) for t in trials if t.speedup and t.loss_gap_pct]
+    """The picture of all complete trials; None if there is none."""
+    placed = [(t, t.speedup, t.loss_gap_pct) for t in trials if t.is_placed and t.speedup and t.loss_gap_pct]
     if not placed:
         return None
     x_values = [end for _, speedup, _ in placed for end in _ends(speedup)]

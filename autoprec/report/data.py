@@ -31,10 +31,10 @@ class TrialRow:
         number: in the study.
         mix: what ran, in words.
         role: see :data:`Role`.
-        outcome: ``complete``, ``pruned``, or what ended it.
+        outcome: ``complete``, ``stopped``, ``diverged`` or ``failed``.
         speedup: throughput over the reference's, paired.
-        loss_gap_pct: loss over the reference's in per cent, paired; above 0 is worse.
-        low_share: part of the matmul and convolution FLOPs below fp32, 0 to 1.
+        loss_gap_pct: loss over the reference's in per cent, paired; above 0 is worse; None where it has none.
+        low_share: part of the matmul and convolution FLOPs that the plan puts below fp32, 0 to 1.
         is_on_front: no trial is both faster and closer in loss.
         note: why it failed or was left out.
     """
@@ -48,6 +48,23 @@ class TrialRow:
     low_share: float | None = None
     is_on_front: bool = False
     note: str = ""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it has a place in the picture: one that was stopped ended far from where it may win."""
+        return self.outcome == "complete" and self.speedup is not None and self.loss_gap_pct is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmationRow:
+    """A longer measurement of one plan, on data that no trial has seen."""
+
+    mix: str
+    speedup: Interval
+    control: Interval
+    loss_gap_pct: Interval | None
+    is_accepted: bool
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +102,7 @@ class ReportData:
         is_measured: False where the speed is an estimate.
         budget_pct: loss gap that was allowed.
         trials: by number.
+        confirmations: in the order in which they were made.
         sites: in the model's order.
         curves: the reference first.
         environment: name and text.
@@ -97,6 +115,7 @@ class ReportData:
     is_measured: bool
     budget_pct: float | None
     trials: tuple[TrialRow, ...]
+    confirmations: tuple[ConfirmationRow, ...]
     sites: tuple[SiteRow, ...]
     curves: tuple[Curve, ...]
     environment: tuple[tuple[str, str], ...]

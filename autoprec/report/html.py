@@ -11,16 +11,17 @@ from autoprec.report.data import ReportData
 from autoprec.report.read import read_result
 
 
-def render_report(result: dict[str, Any]) -> str:
+def render_report(result: dict[str, Any], receipt: dict[str, Any] | None = None) -> str:
     """The report of a study.
 
     Args:
-        result: what ``TuneResult.to_json()`` gives.
+        result: what ``TuneResult.to_json()`` gives, or ``result.json`` holds.
+        receipt: what ``Receipt.to_json()`` gives, or ``receipt.json`` holds; None where the answer is fp32.
 
     Returns:
         A whole HTML document.
     """
-    return render(read_result(result))
+    return render(read_result(result, receipt))
 
 
 def render(data: ReportData) -> str:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autoprec.report.data import Curve, Interval, ReportData, SiteRow, TrialRow
+from autoprec.report.data import ConfirmationRow, Curve, Interval, ReportData, SiteRow, TrialRow
 
 
 @pytest.fixture
@@ -28,6 +28,16 @@ def data() -> ReportData:
             trial(2, "mlp bf16", "winner", 1.52, 0.08, low_share=0.93, is_on_front=True),
             trial(3, "all fp16", "candidate", 1.2, 0.9, low_share=1.0),
             TrialRow(number=4, mix="head fp16", role="candidate", outcome="failed", note="not finite <at step 3>"),
+        ),
+        confirmations=(
+            ConfirmationRow(
+                mix="mlp bf16",
+                speedup=Interval(value=1.51, low=1.5, high=1.53),
+                control=Interval(value=1.0, low=0.99, high=1.01),
+                loss_gap_pct=Interval(value=0.07, low=0.02, high=0.12),
+                is_accepted=True,
+                why="the loss gap is inside the budget",
+            ),
         ),
         sites=(
             SiteRow(site="blocks.0.attn::matmul#0", asked="bf16", got="bf16", why="a GEMM", mechanism="mode"),

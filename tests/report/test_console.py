@@ -16,7 +16,7 @@ def test_console_shows_the_numbers_of_the_page(data):
     assert text.startswith(data.verdict)
     assert "measured on this device" in text
     assert "1.52× (1.50 to 1.55)" in text
-    assert "0.31% (0.26 to 0.36)" in text
+    assert "0.310% (0.260 to 0.360)" in text
 
 
 def test_console_leaves_out_the_candidates_off_the_front(data):

@@ -45,7 +45,7 @@ def test_document_nests_and_its_ids_are_unique(data):
 
 def test_the_verdict_comes_first_and_the_command_last(data):
     text = " ".join(Outline(render(data)).text)
-    parts = (data.verdict, "Speed and loss", "blocks.0", "head fp16", "Test CPU", data.command)
+    parts = (data.verdict, "Speed and loss", "inside the budget", "blocks.0", "head fp16", "Test CPU", data.command)
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
 
@@ -76,7 +76,9 @@ def test_every_number_says_measured_or_estimated(data):
 
 
 def test_an_empty_study_is_still_a_report(data):
-    text = " ".join(Outline(render(replace(data, trials=(), sites=(), curves=(), budget_pct=None))).text)
+    text = " ".join(
+        Outline(render(replace(data, trials=(), confirmations=(), sites=(), curves=(), budget_pct=None))).text
+    )
     assert "No trial gave both" in text
     assert "No loss curve" in text
     assert "leaves every site in fp32" in text
