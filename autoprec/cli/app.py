@@ -11,6 +11,7 @@ from autoprec.cli.convert import convert
 from autoprec.cli.diff import diff
 from autoprec.cli.env import env
 from autoprec.cli.formats import formats
+from autoprec.cli.inspect import inspect
 from autoprec.cli.plan import plan
 from autoprec.cli.rules import rules_app
 from autoprec.cli.targets import targets
@@ -42,6 +43,7 @@ def autoprec(
 
 
 command(app, example="autoprec env")(env)
+command(app, example="autoprec inspect mytask.py:task --explain blocks.0.attn::softmax")(inspect)
 command(app, example="autoprec plan mytask.py:task --target h100 -o plan.json")(plan)
 command(app, example="autoprec convert mytask.py:task --plan plan.json -o model.safetensors")(convert)
 command(app, example="autoprec check mytask.py:task --plan plan.json")(check)
