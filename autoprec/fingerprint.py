@@ -84,7 +84,9 @@ def _modules(model: nn.Module) -> dict[str, str]:
 
 def _describe(module: nn.Module) -> str:
     held = [f"{name}: {_shape(p)}" for name, p in module._parameters.items() if p is not None]
-    persistent = (n for n in module._buffers if n not in module._non_persistent_buffers_set)
+    # compiled code keeps no record of which buffers are saved
+    hidden = set() if isinstance(module, torch.jit.ScriptModule) else module._non_persistent_buffers_set
+    persistent = (n for n in module._buffers.keys() if n not in hidden)  # noqa: SIM118  (a script's wrapper can't be iterated)
     for name in persistent:
         buffer = module._buffers[name]
         if buffer is not None:

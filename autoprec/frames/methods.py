@@ -54,7 +54,11 @@ def _plain_methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
 def _assigned(cls: type) -> set[str]:
     """Names that an ``__init__`` of the class stores on ``self``: parameters, buffers and submodules among them."""
     return set().union(
-        *(_names(vars(b)["__init__"]) for b in cls.__mro__ if isinstance(vars(b).get("__init__"), FunctionType) and b is not nn.Module)
+        *(
+            _names(vars(b)["__init__"])
+            for b in cls.__mro__
+            if isinstance(vars(b).get("__init__"), FunctionType) and b is not nn.Module
+        )
     )
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec.frames.inputs import recurrent_forward, script_call
 from autoprec.frames.methods import computing_methods
 from autoprec.frames.mode import Frame, FrameMode, current_mode, keep_out_of_dynamo, pop_own_mode, push_mode
 from autoprec.frames.outputs import upcast_floats
@@ -175,18 +176,21 @@ def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce_ex,
-        "_call_impl": _call_impl_in_neutral_frame(cls._call_impl),
         "_autoprec_original": cls,
     }
+    if issubclass(cls, torch.jit.ScriptModule):
+        namespace["_call_impl"] = script_call(cls._call_impl)
+        return type(cls.__name__, (cls,), namespace)
+    namespace["__reduce_ex__"] = _reduce_ex
+    namespace["_call_impl"] = _call_impl_in_neutral_frame(cls._call_impl)
     if leaf is not None:
-        forward = next(f for op, f in LEAVES.values() if op == leaf)
-        namespace["forward"] = forward
-    else:
-        methods = {"forward": cls.forward, **computing_methods(cls)}
-        for name, inner in methods.items():
-            wrap = _framed_generator if inspect.isgeneratorfunction(inner) else _framed_method
-            namespace[name] = wrap(inner, name)
+        namespace["forward"] = next(f for op, f in LEAVES.values() if op == leaf)
+        return type(cls.__name__, (cls,), namespace)
+    for name, inner in {"forward": cls.forward, **computing_methods(cls)}.items():
+        wrap = _framed_generator if inspect.isgeneratorfunction(inner) else _framed_method
+        namespace[name] = wrap(inner, name)
+    if issubclass(cls, nn.RNNBase):
+        namespace["forward"] = recurrent_forward(namespace["forward"])
     return type(cls.__name__, (cls,), namespace)
 
 
@@ -204,7 +208,9 @@ def is_framed(module: nn.Module) -> bool:
 
 
 def framed_methods(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the methods of ``cls`` that get a frame."""
+    """Names of the methods of ``cls`` that get a frame; none in compiled code."""
+    if issubclass(cls, torch.jit.ScriptModule):
+        return ()
     return ("forward",) if leaf_op(cls) else ("forward", *computing_methods(cls))
 
 
