@@ -122,7 +122,9 @@ class _Recorder:
             self._add(frame, op, index, flops, func, a, k, out)
         return out
 
-    def _add(self, frame: _RecordingFrame, op: str, index: int, flops: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _add(
+        self, frame: _RecordingFrame, op: str, index: int, flops: int, func: Any, args: Any, kwargs: Any, out: Any
+    ) -> None:
         inputs = floating((args, kwargs))
         site = Site(
             module=frame.fqn,

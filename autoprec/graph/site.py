@@ -3,12 +3,40 @@
 from dataclasses import dataclass
 
 #: Ops whose cost is a matrix product or convolution; only these count in FLOP shares.
-GEMM_OPS = frozenset({
-    "linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "einsum", "tensordot", "bilinear",
-    "chain_matmul", "multi_dot", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh",
-    "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-})
+GEMM_OPS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "mv",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "addmv",
+        "einsum",
+        "tensordot",
+        "bilinear",
+        "chain_matmul",
+        "multi_dot",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

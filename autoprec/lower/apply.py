@@ -150,4 +150,3 @@ def undo(model: nn.Module) -> None:
         setattr(model.get_submodule(fqn), name, value)
     if conversion.stored is not None:
         restore(model, conversion.stored)
-

@@ -75,7 +75,9 @@ class CastAround:
         named = {k: cast(v, self.dtype) for k, v in kwargs.items()}
         out = func(*new, **named)
         for position, name in self.written:
-            before, after = (args[position], new[position]) if position < len(args) else (kwargs.get(name), named.get(name))
+            before, after = (
+                (args[position], new[position]) if position < len(args) else (kwargs.get(name), named.get(name))
+            )
             if isinstance(before, torch.Tensor) and after is not before:
                 before.copy_(after)
         return out

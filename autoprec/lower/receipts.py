@@ -20,7 +20,9 @@ def make_receipt(model: nn.Module, conversion: Conversion, recording: Recording 
     """The receipt; without a recording, what each GEMM layer will be asked for."""
     matcher = RuleMatcher(conversion.plan)
     if recording is None:
-        rows = [_asked(matcher, fqn, module) for fqn, module in model.named_modules() if leaf_op(original_class(module))]
+        rows = [
+            _asked(matcher, fqn, module) for fqn, module in model.named_modules() if leaf_op(original_class(module))
+        ]
     else:
         rows = [_recorded(matcher, site, recording.dtypes[site.id]) for site in recording.sites.values()]
     return Receipt(

@@ -45,7 +45,9 @@ def store(model: nn.Module, dtype: torch.dtype, masters: bool) -> Stored:
         dtype: a 16-bit dtype.
         masters: O2: optimizers step on fp32 masters.
     """
-    kept = {id(p) for m in model.modules() if masters and isinstance(m, _KEPT_AT_O2) for p in m.parameters(recurse=False)}
+    kept = {
+        id(p) for m in model.modules() if masters and isinstance(m, _KEPT_AT_O2) for p in m.parameters(recurse=False)
+    }
     originals: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or id(parameter) in kept:

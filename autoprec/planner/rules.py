@@ -133,5 +133,7 @@ def keep_rules(pins: Sequence[str]) -> tuple[PlanRule, ...]:
         glob, equals, format_name = pin.rpartition("=")
         if not equals or not glob:
             raise UsageError(f"--keep {pin!r} isn't SITE=FORMAT; write for example 'head=fp32' or '*.attn.*=bf16'")
-        rules.append(PlanRule(match=(glob,), formats=Formats.all(format_name), reason="pinned by the user", source="user"))
+        rules.append(
+            PlanRule(match=(glob,), formats=Formats.all(format_name), reason="pinned by the user", source="user")
+        )
     return tuple(rules)
