@@ -15,7 +15,7 @@ from autoprec.errors import PlanFileError, UsageError
 from autoprec.jsonvalues import Problem, describe, parse, plain, read_fields
 from autoprec.plan import RULE_FORMATS, SCHEMA_VERSION, Formats, Plan, PlanRule, ScalerSettings
 
-#: A larger file is refused unread; a plan with a rule for each of 100,000 sites has about 30 MiB.
+#: A larger file is refused unread; a plan with a rule for each of 100,000 sites has 26 MiB.
 MAX_BYTES = 64 * 2**20
 
 _T = TypeVar("_T")

@@ -49,7 +49,7 @@ class Finding:
 class Probe:
     """Watches a model from now until :meth:`remove`, for one iteration: forward, loss, backward.
 
-    A module that ``torch.compile`` has compiled already doesn't call hooks: its ops are then seen as one.
+    What ``torch.compile`` compiles isn't looked into: its ops are seen as one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,9 +97,12 @@ class Probe:
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._starts.append(_sequence_number())
+        if not torch.compiler.is_compiling():  # reading a value would break the graph
+            self._starts.append(_sequence_number())
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._calls.append((self._starts.pop(), _sequence_number(), name))
         if self._forward is not None or _all_finite(tree_leaves(output)):
             return

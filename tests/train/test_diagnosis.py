@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autoprec.errors import UsageError
 from autoprec.train import Finding, diagnose
@@ -62,6 +63,20 @@ def test_a_bad_derivative_names_op_module_and_parameter():
     assert finding is not None
     assert (finding.where, finding.op, finding.module) == ("backward", "SqrtBackward0", "1.1")
     assert finding.parameter in ("0.weight", "0.bias")
+
+
+def test_a_recomputed_module_is_seen_as_it_was_called():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build(Root())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    finding = diagnose(Checkpointed(), run)
+    assert finding is not None
+    assert (finding.op, finding.module) == ("SqrtBackward0", "inner.1.1")
 
 
 def test_an_overflow_by_the_scale_alone_is_found_at_that_scale():

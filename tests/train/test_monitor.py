@@ -53,6 +53,12 @@ def test_a_persistent_nan_stops_the_run_and_names_op_and_parameter(scaler, last,
     assert not model.lin._forward_pre_hooks
 
 
+def test_a_compiled_model_is_stopped_without_breaking_its_graph():
+    model = torch.compile(Bad(), backend="aot_eager", fullgraph=True)
+    with pytest.raises(NonFiniteError, match=r"First: CompiledFunctionBackward .* first parameter .*lin\."):
+        run(model, 10, None)
+
+
 def test_a_slow_backoff_is_stopped_by_patience():
     scaler = BoundedGradScaler(ScalerSettings(enabled=True, backoff_factor=0.99), device="cpu")
     with pytest.raises(NonFiniteError, match=r"the last 25 optimizer steps .* loss scale is 51490\.2\. First: Sqrt"):

@@ -40,7 +40,8 @@ SCALERS = pytest.mark.parametrize(
 
 
 @SCALERS
-def test_training_equals_the_plain_loop(make_scaler):
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_training_equals_the_plain_loop(make_scaler, fused):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     plain = copy.deepcopy(model)
@@ -50,7 +51,7 @@ def test_training_equals_the_plain_loop(make_scaler):
         plain(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-2), scaler=make_scaler()) as step:
+    with Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused), scaler=make_scaler()) as step:
         for batch in batches:
             assert step(model(batch).square().mean()) == StepResult(stepped=True)
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
