@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -25,6 +26,8 @@ from autoprec.tune.surrogate import Surrogate, gap_surrogate, time_surrogate
 
 #: Constraint of a trial: its loss gap less the budget.
 CONSTRAINT = "loss_gap"
+#: User attribute of a trial: standard deviation of its measured speed; 0 as value means that it wasn't timed.
+SPEED_SD = "speed_sd"
 
 #: Larger spaces are not listed in full; then the best mixes' neighbours and greedy solutions make the pool.
 _MAX_LISTED = 4096
@@ -33,9 +36,16 @@ _DRAWS = 24
 Costs = Mapping[str, Mapping[str, float]]
 
 
-def make_sampler(space: Space, seed: int, budget: float) -> BaseSampler:
-    """The sampler of a study over ``space`` whose loss gap may be ``budget``."""
-    return PlanSampler(*prior(space), budget=budget, seed=seed)
+def make_sampler(space: Space, seed: int, budget: float, noise: float = 0.0) -> BaseSampler:
+    """The sampler of a study over ``space``.
+
+    Args:
+        space: what may be chosen.
+        seed: of all draws.
+        budget: largest allowed loss gap.
+        noise: standard deviation of a measured gap.
+    """
+    return PlanSampler(*prior(space), budget=budget, noise=noise, seed=seed)
 
 
 def prior(space: Space) -> tuple[Costs, Costs]:
@@ -46,14 +56,36 @@ def prior(space: Space) -> tuple[Costs, Costs]:
     harms: dict[str, dict[str, float]] = {}
     times: dict[str, dict[str, float]] = {}
     for group in space.groups:
-        share = 0.15 if group.name == OTHER else 0.85 * group.flops_share
+        # kernels whose FLOPs aren't counted, and small ones, still take time
+        share = 0.15 if group.name == OTHER else max(0.85 * group.flops_share, 0.02)
         harms[group.name], times[group.name] = {}, {}
         for choice in group.choices:
             low = FORMATS[space.low_format if choice == RULES else choice]
-            harm = 0.0 if low.name == "fp32" else max(share, 0.01) * 4.0**-low.mantissa_bits
+            harm = 0.0 if low.name == "fp32" else share * 4.0**-low.mantissa_bits
             harms[group.name][choice] = harm * (0.1 if choice == RULES else 1.0)
             times[group.name][choice] = -share * (1 - max(0.3, low.bits / 32)) * 0.7
     return harms, times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """What a mix is believed to be after all trials, its own noisy one among them."""
+
+    speedup: float
+    loss_gap: float
+    loss_gap_sd: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """Measured mixes as arrays; ``mixes`` are choice numbers, time is in units of the baseline's."""
+
+    numbers: list[int]
+    mixes: np.ndarray
+    is_timed: np.ndarray
+    time: np.ndarray
+    time_sd: np.ndarray
+    gap: np.ndarray
 
 
 class PlanSampler(BaseSampler):
@@ -66,14 +98,15 @@ class PlanSampler(BaseSampler):
         harms: group → choice → guessed loss gap; the first choice is the reference, with harm 0.
         times: group → choice → guessed change of the step's time, as a share of the baseline's.
         budget: largest allowed loss gap.
+        noise: standard deviation of a measured gap.
         seed: of all draws.
     """
 
-    def __init__(self, harms: Costs, times: Costs, *, budget: float, seed: int = 0) -> None:
+    def __init__(self, harms: Costs, times: Costs, *, budget: float, noise: float = 0.0, seed: int = 0) -> None:
         self._groups = {name: tuple(choices) for name, choices in times.items()}
         self._harms = _encode(harms, self._groups)
         self._times = _encode(times, self._groups)
-        self._budget = budget
+        self._budget, self._noise = budget, noise
         self._rng = np.random.default_rng(seed)
         self._others = TPESampler(seed=seed, n_startup_trials=3)
 
@@ -96,20 +129,44 @@ class PlanSampler(BaseSampler):
         if not search_space:
             return {}
         trials = [t for t in study.get_trials(deepcopy=False) if self._groups.keys() <= t.params.keys()]
-        done = [t for t in trials if t.state == TrialState.COMPLETE and CONSTRAINT in t.constraints]
-        mixes = np.array([self._indices(t.params) for t in done], dtype=int).reshape(len(done), len(self._groups))
-        time = np.array([1 / max(t.values[0], 0.05) for t in done])
-        gap = np.array([t.constraints[CONSTRAINT] + self._budget for t in done])
-        # a diverged run says "far too much", not how much
-        gap = np.clip(gap, -10 * self._budget, 10 * self._budget)
-        fitted = (
-            time_surrogate(self._times, self._onehot(mixes), mixes, time),
-            gap_surrogate(self._harms, self._onehot(mixes), mixes, gap, self._budget),
-        )
+        seen = self._seen(trials)
+        fitted = self._fit(seen)
         taken = {self._indices(t.params) for t in trials if t.state != TrialState.FAIL}
-        pool = self._pool(mixes, time, gap, fitted, taken)
-        best = self._best(pool, fitted, np.min(time[gap <= self._budget], initial=1.0))
+        feasible = seen.time[(seen.gap <= self._budget) & seen.is_timed]
+        best = self._best(self._pool(seen, fitted, taken), fitted, np.min(feasible, initial=1.0))
         return {name: choices[k] for (name, choices), k in zip(self._groups.items(), best, strict=True)}
+
+    def posterior(self, trials: Sequence[FrozenTrial]) -> dict[int, Belief]:
+        """What finished trials are believed to be, in the light of all of them: by trial number."""
+        seen = self._seen(trials)
+        onehot = self._onehot(seen.mixes)
+        (time, _), (gap, gap_sd) = (model.predict(onehot, seen.mixes) for model in self._fit(seen))
+        return {
+            number: Belief(speedup=1 / max(t, 1e-6), loss_gap=g, loss_gap_sd=sd)
+            for number, t, g, sd in zip(seen.numbers, time.tolist(), gap.tolist(), gap_sd.tolist(), strict=True)
+        }
+
+    def _seen(self, trials: Sequence[FrozenTrial]) -> _Seen:
+        done = [t for t in trials if t.state == TrialState.COMPLETE and CONSTRAINT in t.constraints]
+        gap = np.array([t.constraints[CONSTRAINT] + self._budget for t in done])
+        speed = np.array([t.values[0] for t in done])
+        sd = np.array([t.user_attrs.get(SPEED_SD, 0.01) for t in done])
+        return _Seen(
+            numbers=[t.number for t in done],
+            mixes=np.array([self._indices(t.params) for t in done], dtype=int).reshape(len(done), len(self._groups)),
+            is_timed=speed > 0,
+            time=1 / np.maximum(speed, 0.05),
+            time_sd=np.maximum(sd / np.maximum(speed, 0.05) ** 2, 0.003),
+            # a diverged run says "far too much", not how much
+            gap=np.clip(gap, -10 * self._budget, 10 * self._budget),
+        )
+
+    def _fit(self, seen: _Seen) -> tuple[Surrogate, Surrogate]:
+        onehot, timed = self._onehot(seen.mixes), seen.is_timed
+        return (
+            time_surrogate(self._times, onehot[timed], seen.mixes[timed], seen.time[timed], seen.time_sd[timed]),
+            gap_surrogate(self._harms, onehot, seen.mixes, seen.gap, self._budget, self._noise),
+        )
 
     def _indices(self, params: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(choices.index(params[name]) for name, choices in self._groups.items())
@@ -126,16 +183,14 @@ class PlanSampler(BaseSampler):
         gain = time_sd * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
         return pool[int(np.argmax(_normal_cdf((self._budget - gap) / gap_sd) * gain))]
 
-    def _pool(
-        self, mixes: np.ndarray, time: np.ndarray, gap: np.ndarray, fitted: tuple[Surrogate, Surrogate], taken: set
-    ) -> np.ndarray:
+    def _pool(self, seen: _Seen, fitted: tuple[Surrogate, Surrogate], taken: set[tuple[int, ...]]) -> np.ndarray:
         """Mixes not measured yet; all mixes where each has been."""
         sizes = [len(choices) for choices in self._groups.values()]
         if math.prod(sizes) <= _MAX_LISTED:
             pool = list(product(*map(range, sizes)))
         else:
-            order = np.lexsort((time, gap > self._budget))[:3]
-            seeds = [tuple(mixes[k]) for k in order] or [tuple(0 for _ in sizes)]
+            order = np.lexsort((seen.time, ~seen.is_timed, seen.gap > self._budget))[:3]
+            seeds = [tuple(seen.mixes[k]) for k in order] or [tuple(0 for _ in sizes)]
             pool = [mix for seed in seeds for mix in self._neighbours(seed, sizes)]
             pool += self._greedy(fitted, sizes)
         fresh = sorted({tuple(map(int, mix)) for mix in pool} - taken)

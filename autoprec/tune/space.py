@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import translate
 from itertools import pairwise
 from typing import Any
 
 from autoprec.errors import UsageError
 from autoprec.formats import FORMATS
 from autoprec.graph.site import Site
+from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule, ScalerSettings
 
 #: The group of all sites that no other group has: norms, softmax, activations, additions.
@@ -140,7 +140,13 @@ def needs_scaler(formats: Formats) -> bool:
 
 
 def build_space(
-    sites: Sequence[Site], base: Plan, formats: Sequence[str], *, low_format: str, keep: Sequence[str] = ()
+    sites: Sequence[Site],
+    base: Plan,
+    formats: Sequence[str],
+    *,
+    low_format: str,
+    keep: Sequence[str] = (),
+    pins: Sequence[PlanRule] = (),
 ) -> Space:
     """Group the sites and list each group's choices.
 
@@ -150,20 +156,21 @@ def build_space(
         formats: low formats that are fast on the target.
         low_format: 16-bit format of the whole-model baseline.
         keep: the user's pins, ``GLOB=FORMAT``; a glob alone pins to fp32.
+        pins: more of them, as rules: those of the user's rule files.
 
     Raises:
         UsageError: a pin names no format, or matches no site; or the model has no site.
     """
     if not any(site.is_gemm for site in sites):
         raise UsageError("the model calls no matrix product or convolution: there is no precision to choose")
-    pins = tuple(_pin(text, sites, base.mode) for text in keep)
-    pinned = replace(base, rules=pins)
-    free = [site for site in sites if pinned.rule_for(site.aliases) is None]
+    pins = (*(_pin(text, sites, base.mode) for text in keep), *pins)
+    pinned = _matcher(replace(base, rules=pins))
+    free = [site for site in sites if pinned(site) is None]
     groups = _group([site for site in free if site.is_gemm], free, base, _choices(formats, low_format))
     num_others = sum(not site.is_gemm for site in free)
     other_choices = tuple(dict.fromkeys(("fp32", RULES, low_format)))
     other = Group(
-        name=OTHER, match=("*",), choices=other_choices, rules_choice=RULES, flops_share=0.0, num_sites=num_others
+        name=OTHER, match=("*::*",), choices=other_choices, rules_choice=RULES, flops_share=0.0, num_sites=num_others
     )
     space = Space(groups=(*groups, other), base=base, pins=pins, low_format=low_format, scaler_choices={})
     return replace(space, scaler_choices=_scaler_choices(space))
@@ -174,11 +181,18 @@ def _pin(text: str, sites: Sequence[Site], mode: str) -> PlanRule:
     glob, name = (glob, name) if equals else (text, "fp32")
     if name not in FORMATS:
         raise UsageError(f"keep {text!r}: {name!r} is no format; write GLOB=FORMAT with one of {', '.join(FORMATS)}")
-    pattern = re.compile(translate(glob))
-    if not any(pattern.match(alias) for site in sites for alias in site.aliases):
-        known = ", ".join(site.id for site in sites[:8])
-        raise UsageError(f"keep {text!r} matches no site of the model; its sites: {known}, …")
-    return PlanRule(match=(glob,), formats=role_formats(name, mode), reason=f"kept by {text!r}", source="user")
+    rule = PlanRule(match=(glob,), formats=role_formats(name, mode), reason=f"kept by {text!r}", source="user")
+    matches = _matcher(Plan(rules=(rule,)))
+    if all(matches(site) is None for site in sites):
+        known = ", ".join(dict.fromkeys(site.id for site in sites if site.is_gemm))
+        raise UsageError(f"keep {text!r} matches no site of the model; its matrix products: {known[:300]}")
+    return rule
+
+
+def _matcher(plan: Plan) -> Callable[[Site], PlanRule | None]:
+    """The plan's rule for a site, as a converted model finds it."""
+    matcher = RuleMatcher(plan)
+    return lambda site: matcher.rule_for_site(site.scope, site.op, site.index)
 
 
 def _choices(formats: Sequence[str], low_format: str) -> tuple[str, ...]:
@@ -194,11 +208,12 @@ def _allowed(site: Site, choices: Sequence[str]) -> tuple[str, ...]:
 
 def _group(gemms: Sequence[Site], free: Sequence[Site], base: Plan, choices: Sequence[str]) -> list[Group]:
     total = sum(site.flops for site in gemms) or 1
+    rule_of = _matcher(base)
     keyed: dict[tuple[str, str], list[Site]] = {}
     for bands, small in ((_BANDS, 0.0), (_BANDS, _SMALL_SHARE), (1, _SMALL_SHARE)):
         keyed = defaultdict(list)
         for site, role in zip(gemms, _roles(gemms, bands), strict=True):
-            keyed["small" if site.flops < small * total else role, _rules_choice(site, base)].append(site)
+            keyed["small" if site.flops < small * total else role, _rules_choice(rule_of(site))].append(site)
         if len(keyed) <= _MAX_GROUPS:
             break
     names = [name for name, _ in keyed]
@@ -215,9 +230,8 @@ def _group(gemms: Sequence[Site], free: Sequence[Site], base: Plan, choices: Seq
     ]
 
 
-def _rules_choice(site: Site, base: Plan) -> str:
+def _rules_choice(rule: PlanRule | None) -> str:
     """The rules' format as a choice; a site that follows its inputs counts as fp32, which is what they are by then."""
-    rule = base.rule_for(site.aliases)
     return rule.formats.input if rule is not None and rule.formats.input in FORMATS else "fp32"
 
 
@@ -260,8 +274,8 @@ def _globs(members: Sequence[Site], free: Sequence[Site]) -> tuple[str, ...]:
     inside = {site.id for site in members}
     first = members[0]
     glob = _NUMBER.sub(r"\1*", first.module if first.leaf and first.module else first.aliases[-1])
-    pattern = re.compile(translate(glob))
-    matched = {site.id for site in free if any(pattern.match(alias) for alias in site.aliases)}
+    matches = _matcher(Plan(rules=(PlanRule(match=(glob,), formats=Formats.all("bf16")),)))
+    matched = {site.id for site in free if matches(site) is not None}
     # A root that is one layer has the empty name, which is no glob.
     return (glob,) if matched == inside else tuple(site.id or site.aliases[-1] for site in members)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 _RHO = 0.6
 #: A step's own constants, such as the optimizer, don't depend on the mix; casts and dispatch do, in any mix.
-_TIME_REMAINDER, _TIME_NOISE = 0.03, 0.01
+_TIME_REMAINDER = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,16 @@ def fit(
     return Surrogate(offset, prior_mean, var, remainder_sd, onehot, mixes, solve, weights, mean, sd)
 
 
-def time_surrogate(prior: np.ndarray, onehot: np.ndarray, mixes: np.ndarray, time: np.ndarray) -> Surrogate:
+def time_surrogate(
+    prior: np.ndarray, onehot: np.ndarray, mixes: np.ndarray, time: np.ndarray, time_sd: np.ndarray
+) -> Surrogate:
     """Model of the step's time in units of the baseline's.
 
     Args:
         prior: guessed change of time per choice; its error may be as large as itself.
         onehot: measured mixes, ``(n, choices)``.
         mixes: the same as choice numbers, ``(n, groups)``.
-        time: measured, ``(n,)``.
+        time, time_sd: measured, ``(n,)``.
     """
     return fit(
         onehot,
@@ -94,12 +96,12 @@ def time_surrogate(prior: np.ndarray, onehot: np.ndarray, mixes: np.ndarray, tim
         prior_mean=prior,
         prior_sd=np.where(prior == 0, 1e-4, np.abs(prior) + 0.03),
         remainder_sd=_TIME_REMAINDER,
-        noise_sd=np.full(len(time), _TIME_NOISE),
+        noise_sd=time_sd,
     )
 
 
 def gap_surrogate(
-    prior: np.ndarray, onehot: np.ndarray, mixes: np.ndarray, gap: np.ndarray, budget: float
+    prior: np.ndarray, onehot: np.ndarray, mixes: np.ndarray, gap: np.ndarray, budget: float, noise: float
 ) -> Surrogate:
     """Model of the loss gap.
 
@@ -108,6 +110,7 @@ def gap_surrogate(
         onehot, mixes: see :func:`time_surrogate`.
         gap: measured, ``(n,)``.
         budget: largest allowed gap.
+        noise: standard deviation of a measured gap.
     """
     predicted = onehot @ prior
     if predicted.any():
@@ -128,5 +131,5 @@ def gap_surrogate(
         prior_mean=mean,
         prior_sd=np.where(prior == 0, 1e-3 * budget, mean + spread),
         remainder_sd=0.1 * budget,
-        noise_sd=np.sqrt((0.02 * budget) ** 2 + (0.05 * np.minimum(np.abs(gap), 5 * budget)) ** 2),
+        noise_sd=np.sqrt(noise**2 + (0.02 * budget) ** 2 + (0.05 * np.minimum(np.abs(gap), 5 * budget)) ** 2),
     )

@@ -1,0 +1,198 @@
+"""What a study found: the plan, its evidence, and every trial behind it.
+
+The shape of ``result.json`` (:meth:`TuneResult.to_json`), which reports read::
+
+    schema_version   1
+    study, task      names
+    verdict          the answer in words
+    outcome          "faster" | "no_gain"
+    budget           largest allowed loss gap, relative
+    winner           plan_sha256 of the trial that the plan comes from, or null for fp32
+    plan             the plan, as plan.json has it
+    evidence         the plan's evidence: loss_gap, speedup, control, throughput …
+    trials           list of trials (see TrialRow): number, name, plan_sha256, formats {group: format}, scaler {…},
+                     low_share, state, loss_gap, speedup {value, low, high, …} | null, control {…} | null,
+                     candidate_s, baseline_s, losses, num_skipped, seconds, note, is_confirmed
+    groups           list of {name, match, choices, rules_choice, flops_share, num_sites}
+    reference        losses of the fp32 run on the trials' batches
+    warm_up          losses of the steps that made the checkpoint
+    noise            {loss_gap: relative, seeds, steps}: what weights changed by 1e-6 do
+    confirmations    list of {plan_sha256, name, loss_gap {…}, gaps, speedup {…}, control {…}, accepted, why}
+    environment      device, versions, threads
+    settings         target, trials, seed, … of the call
+
+All gaps are relative to the reference loss: 0.005 is half a per cent.  Every figure is measured on ``environment``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoprec.atomic import write_text
+from autoprec.lower.receipt import Receipt
+from autoprec.measure import Environment, Measurement
+from autoprec.plan import Plan
+from autoprec.tune.bench import State
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """One finished trial.
+
+    Args:
+        number: Optuna's.
+        name: ``fp32``, ``bf16``, ``rules``, or ``search``.
+        plan_sha256: of its plan.
+        formats: group → choice.
+        scaler: settings of the loss scaler; empty where the plan needs none.
+        low_share: share of the GEMM FLOPs that the plan asks to run below fp32, 0 to 1.
+        state: ``complete``; ``stopped`` early as hopeless; ``diverged``; ``failed``.
+        loss_gap: relative to the reference; 0.005 is half a per cent.
+        speedup, control: against fp32; None where it wasn't timed.
+        candidate_s, baseline_s: median seconds of a step.
+        losses: of its steps; None where one isn't finite.
+        num_skipped: steps the loss scaler skipped.
+        seconds: that the trial took.
+        note: why it was stopped or failed.
+    """
+
+    number: int
+    name: str
+    plan_sha256: str
+    formats: dict[str, str]
+    scaler: dict[str, float] = field(default_factory=dict)
+    low_share: float = 0.0
+    state: State = "complete"
+    loss_gap: float = 0.0
+    speedup: Measurement | None = None
+    control: Measurement | None = None
+    candidate_s: float | None = None
+    baseline_s: float | None = None
+    losses: tuple[float | None, ...] = ()
+    num_skipped: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "speedup": _json(self.speedup), "control": _json(self.control)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """A longer, repeated measurement of one plan on data that no trial has seen.
+
+    Args:
+        plan_sha256, name: of the trial.
+        loss_gap: mean over the data seeds with its interval.
+        gaps: of each data seed; None where it diverged.
+        speedup, control: against fp32.
+        candidate_s, baseline_s: median seconds of a step.
+        accepted: whether the plan may be reported.
+        holds_loss: False where the loss was measured and failed.
+        why: in words.
+    """
+
+    plan_sha256: str
+    name: str
+    loss_gap: Measurement | None
+    gaps: tuple[float | None, ...]
+    speedup: Measurement
+    control: Measurement
+    candidate_s: float
+    baseline_s: float
+    accepted: bool
+    holds_loss: bool
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "loss_gap": _json(self.loss_gap),
+            "speedup": _json(self.speedup),
+            "control": _json(self.control),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """The answer of a study; see the module for the shape of its JSON.
+
+    Args:
+        study, task: names.
+        plan: the confirmed plan with its evidence; all fp32 where nothing better was confirmed.
+        verdict: the answer in words, with its numbers.
+        winner: ``plan_sha256`` of the trial that the plan comes from (without evidence); None where the answer is fp32.
+        trials: finished trials in order.
+        confirmations: in the order in which they were made.
+        receipt: of the model converted with the plan, on a batch of the task; None for fp32.
+        reference, warm_up: losses in fp32, on the trials' batches and of the checkpoint's own training.
+        noise: relative loss gap that weights changed by 1e-6 make.
+        budget: largest allowed loss gap.
+        groups: what the trials' formats speak of.
+        environment: where all of it was measured.
+        settings: of the call.
+        folder: where the files are.
+    """
+
+    study: str
+    task: str
+    plan: Plan
+    verdict: str
+    winner: str | None
+    trials: tuple[TrialRow, ...]
+    confirmations: tuple[Confirmation, ...]
+    receipt: Receipt | None
+    reference: tuple[float, ...]
+    warm_up: tuple[float, ...]
+    noise: dict[str, Any]
+    budget: float
+    groups: tuple[dict[str, Any], ...]
+    environment: Environment
+    settings: dict[str, Any]
+    folder: Path
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the plan beats fp32 beyond the noise."""
+        return self.winner is not None
+
+    def to_json(self) -> dict[str, Any]:
+        confirmed = {c.plan_sha256 for c in self.confirmations if c.accepted}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "study": self.study,
+            "task": self.task,
+            "verdict": self.verdict,
+            "outcome": "faster" if self.is_faster else "no_gain",
+            "budget": self.budget,
+            "winner": self.winner,
+            "plan": self.plan.to_json(),
+            "evidence": self.plan.evidence,
+            "trials": [{**row.to_json(), "is_confirmed": row.plan_sha256 in confirmed} for row in self.trials],
+            "groups": list(self.groups),
+            "reference": list(self.reference),
+            "warm_up": list(self.warm_up),
+            "noise": self.noise,
+            "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
+            "environment": self.environment.to_json(),
+            "settings": self.settings,
+        }
+
+    def save(self) -> None:
+        """Write ``plan.json``, ``receipt.json`` and ``result.json`` into the folder."""
+        self.plan.save(self.folder / "plan.json")
+        _write(self.folder / "receipt.json", {"rows": []} if self.receipt is None else self.receipt.to_json())
+        _write(self.folder / "result.json", self.to_json())
+
+
+def _json(measurement: Measurement | None) -> dict[str, Any] | None:
+    return None if measurement is None else measurement.to_json()
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
