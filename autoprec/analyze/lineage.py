@@ -1,0 +1,134 @@
+"""Where a value comes from: which sites made it, and whether an activation is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from autoprec.analyze.ops import COMPARISONS, FACTORIES, LIKE_FACTORIES, MOVES, POSITIONS, RANDOM_FACTORIES, SENTINEL
+from autoprec.graph.dataflow import CASTS, Step, TensorMap
+from autoprec.graph.site import GEMM_OPS
+
+#: ``activation``: an input or a trained value is in it; ``position``: made of integers and constants alone; ``constant``:
+#: buffers and literals alone.
+Kind = Literal["activation", "position", "constant"]
+
+_RANK: dict[Kind, int] = {"constant": 0, "position": 1, "activation": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What is known of where a tensor comes from.
+
+    Args:
+        makers: sites that made it, looking through calls that are no sites.
+        kind: see :data:`Kind`.
+        upcast: the author cast it to fp32 explicitly.
+        sentinel: largest constant beyond any activation in it (a mask's ``-1e9``), else 0.
+    """
+
+    makers: frozenset[str] = frozenset()
+    kind: Kind = "activation"
+    upcast: bool = False
+    sentinel: float = 0.0
+
+
+class Lineages:
+    """The lineage of every tensor in a run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known: TensorMap[Lineage] = TensorMap()
+        self._buffers = list(model.buffers())
+        for buffer in self._buffers:
+            self._known[buffer] = Lineage(kind="constant")
+
+    def of(self, tensor: torch.Tensor) -> Lineage:
+        """Its lineage; an integer tensor from outside counts as positions, a floating one as an activation."""
+        known = self._known.get(tensor)
+        if known is not None:
+            return known
+        return Lineage(kind="activation" if tensor.is_floating_point() else "position")
+
+    def follow(self, step: Step) -> None:
+        """Notes where the outputs of a call come from."""
+        made = self._made(step)
+        for tensor in step.outputs:
+            is_input = any(tensor is t for t in step.inputs)
+            if is_input and not step.writes:
+                continue
+            # Writing into a buffer doesn't make its earlier content an activation, but what is read from now on is one.
+            self._known[tensor] = made
+        if step.writes:
+            self._known[step.args[0]] = made
+
+    def _made(self, step: Step) -> Lineage:
+        inputs = [self.of(t) for t in step.inputs]
+        site = step.site
+        makers = frozenset({site.id}) if site is not None else frozenset().union(*(i.makers for i in inputs))
+        return Lineage(makers, self._kind(step, inputs), self._upcast(step, inputs), self._sentinel(step, inputs))
+
+    def _kind(self, step: Step, inputs: list[Lineage]) -> Kind:
+        if step.op in RANDOM_FACTORIES:
+            return "activation"
+        if step.op in POSITIONS:
+            return "position"
+        if step.op in FACTORIES or step.op in LIKE_FACTORIES:
+            return "constant"
+        return max((i.kind for i in inputs), key=_RANK.__getitem__, default="constant")
+
+    def _upcast(self, step: Step, inputs: list[Lineage]) -> bool:
+        if step.op in CASTS:
+            return is_explicit_upcast(step) or any(i.upcast for i in inputs)
+        if step.op in GEMM_OPS or step.op in COMPARISONS:
+            return False
+        floats = [self.of(t) for t in step.inputs if t.is_floating_point() and not isinstance(t, nn.Parameter)]
+        return bool(floats) and all(i.upcast for i in floats)
+
+    def _sentinel(self, step: Step, inputs: list[Lineage]) -> float:
+        if step.op in GEMM_OPS or step.op in COMPARISONS:
+            return 0.0
+        if any(i.kind == "activation" and not i.sentinel for i in inputs):
+            return 0.0
+        own = [c for c in numbers(step) if abs(c) >= SENTINEL]
+        return max((*own, *(i.sentinel for i in inputs)), key=abs, default=0.0)
+
+    def mark_low(self, tensor: torch.Tensor) -> None:
+        """An author's later cast down ends the island."""
+        self._known[tensor] = replace(self.of(tensor), upcast=False)
+
+
+def is_explicit_upcast(step: Step) -> bool:
+    """Whether a cast is the author's wish for fp32, not a cast back to the dtype some tensor had.
+
+    In an fp32 model ``x.to(torch.float32)`` and ``x.to(dtype_of_the_input)`` are the same call; the code that makes it
+    tells them apart: it names ``float32`` and reads no ``dtype``.
+    """
+    if step.op in ("float", "double"):
+        return True
+    if not any(v in (torch.float32, torch.float64) for v in (*step.args[1:], *step.kwargs.values()) if _is_dtype(v)):
+        return False
+    return "float32" in step.caller and "dtype" not in step.caller
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def numbers(step: Step) -> list[float]:
+    """The Python numbers among a call's arguments."""
+    return [
+        float(v) for v in _flat((step.args, step.kwargs)) if isinstance(v, (int, float)) and not isinstance(v, bool)
+    ]
+
+
+def _flat(tree: object) -> Iterable[object]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def is_move(op: str) -> bool:
+    """Whether an op moves values without arithmetic."""
+    return op in MOVES

@@ -1,0 +1,103 @@
+"""Range and cancellation: blames sites for errors measured on real data."""
+
+from __future__ import annotations
+
+import math
+
+from autoprec.analyze.facts import Graph, SiteFacts
+from autoprec.analyze.findings import Findings
+from autoprec.analyze.ops import PHASES
+from autoprec.analyze.shadow import Outcome
+from autoprec.formats import Format
+
+#: Relative L2 error of one site beyond which the format is blamed.  Products and elementwise chains of well-scaled data
+#: stay below 5e-3 in bf16 and 7e-4 in fp16.
+MAX_ERROR = {"bf16": 2e-2, "fp16": 1e-2}
+
+#: The same for the result of an fp32 op on 16-bit inputs: exponentials and norms amplify a rounding several times, and
+#: models are trained that way.
+MAX_AMPLIFIED_ERROR = {"bf16": 0.15, "fp16": 0.075}
+
+#: A result must stay this factor below the largest finite value, since other data will be larger.
+HEAD_ROOM = {"training": 4.0, "inference": 2.0}
+
+#: Elements below which a chance cancellation makes the error of the whole result large.
+_FEW = 64
+
+
+class RangeJudge:
+    """Judges each site's outcome under one format, and blames the sites that caused what is wrong with it."""
+
+    def __init__(self, fmt: Format, mode: str, graph: Graph, findings: Findings, kinds: dict[str, str]) -> None:
+        self._fmt, self._graph, self._findings = fmt, graph, findings
+        self._limit = fmt.max / HEAD_ROOM[mode]
+        self._kinds = kinds
+
+    def __call__(self, facts: SiteFacts, outcome: Outcome) -> bool:
+        """Whether the site's result must be taken as fp32 from here on."""
+        kind = self._kinds.get(facts.op, "follow")
+        if kind == "fp32":
+            return self._judge_wide(facts, outcome)
+        if kind == "low":
+            return self._judge_product(facts, outcome)
+        return self._judge_following(facts, outcome)
+
+    def _judge_product(self, facts: SiteFacts, outcome: Outcome) -> bool:
+        if facts.max_abs > self._limit:
+            self._keep(facts.site.id, self._beyond(facts))
+            return True
+        if outcome.low <= self._bound(facts, MAX_ERROR):
+            return False
+        self._keep(
+            facts.site.id, f"its result is off by {_percent(outcome.low)} when its operands are rounded to {self._fmt}"
+        )
+        return True
+
+    def _judge_following(self, facts: SiteFacts, outcome: Outcome) -> bool:
+        bound = self._bound(facts, MAX_ERROR)
+        if outcome.low <= bound:
+            return False
+        self._blame(facts, outcome, bound)
+        return True
+
+    def _judge_wide(self, facts: SiteFacts, outcome: Outcome) -> bool:
+        bound = self._bound(facts, MAX_ERROR if facts.op in PHASES else MAX_AMPLIFIED_ERROR)
+        if outcome.low > bound:
+            self._blame(facts, outcome, bound)
+        return True
+
+    def _blame(self, facts: SiteFacts, outcome: Outcome, bound: float) -> None:
+        where = f"the {facts.op} at {facts.site.id}"
+        curable = outcome.wide <= bound or outcome.wide < outcome.low / 4
+        mine = facts.site.id
+        if curable and self._kinds.get(facts.op, "follow") not in ("fp32", "low"):
+            self._keep(mine, self._what(facts, outcome))
+        culprits = outcome.chain if curable else outcome.roots
+        for culprit in culprits:
+            self._keep(culprit, f"{self._fmt} rounds what it makes, and {where} turns that into {_wrong(outcome.low)}")
+
+    def _what(self, facts: SiteFacts, outcome: Outcome) -> str:
+        beyond = [c for c in facts.numbers if abs(c) > self._fmt.max]
+        if beyond:
+            return f"its constant {beyond[0]:g} is beyond {self._fmt}, which ends at {self._fmt.max:g}"
+        if facts.max_abs > self._fmt.max:
+            return self._beyond(facts)
+        return f"with its inputs and result in {self._fmt} it gives {_wrong(outcome.low)}"
+
+    def _beyond(self, facts: SiteFacts) -> str:
+        return f"its result reaches {facts.max_abs:.3g} and {self._fmt} ends at {self._fmt.max:g}"
+
+    def _bound(self, facts: SiteFacts, bounds: dict[str, float]) -> float:
+        elements = sum(math.prod(shape) for shape in facts.site.output_shapes)
+        return bounds[self._fmt.name] * (4.0 if elements < _FEW else 1.0)
+
+    def _keep(self, site_id: str, reason: str) -> None:
+        self._findings.keep(site_id, self._fmt.name, "range", reason)
+
+
+def _percent(error: float) -> str:
+    return "infinities" if math.isinf(error) else f"{error:.2g} of its norm"
+
+
+def _wrong(error: float) -> str:
+    return "infinities or NaN" if math.isinf(error) else f"a relative error of {error:.2g}"
