@@ -74,14 +74,15 @@ class _NativeLinear(torch.autograd.Function):
         ctx.spec, ctx.dtype, ctx.bias_dtype = spec, x.dtype, None if bias is None else bias.dtype
         codes = _encode(x, spec.formats.input, spec)
         output_dtype = spec.output_dtype or x.dtype
-        output = _multiply(
-            codes, _encode(weight, spec.formats.weight, spec), output_dtype, fast=_recipe(spec).fast_output
-        )
+        # The kernel adds a 16-bit bias before it rounds; an fp32 one it doesn't take on CUDA.
+        fused = None if bias is None or output_dtype == torch.float32 else bias.to(output_dtype)
+        weight_codes = _encode(weight, spec.formats.weight, spec)
+        output = _multiply(codes, weight_codes, output_dtype, fast=_recipe(spec).fast_output, bias=fused)
         if isinstance(spec.recipe, CurrentRecipe) and spec.recipe.backward == "quantized":
             ctx.save_for_backward(codes.data, codes.scale_inv, weight)  # a byte a number instead of two or four
         else:
             ctx.save_for_backward(x, None, weight)
-        return output if bias is None else output + bias.to(output_dtype)
+        return output if bias is None or fused is not None else output + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -147,13 +148,13 @@ def _amax(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def _multiply(a: _Codes, b: _Codes, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def _multiply(a: _Codes, b: _Codes, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None) -> Tensor:
     """``a @ b.T``: ``[M, K]`` and ``[N, K]`` give ``[M, N]``."""
     scale_a, scale_b = a.scale_inv, b.scale_inv
     if scale_a.dim() == 2 or scale_b.dim() == 2:  # per row on one side needs it on both
         scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
         scale_b = scale_b.expand(b.data.shape[0], 1).contiguous().t()
-    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _pad_rows(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from torch import Tensor
 
-from autoprec.backends.base import Backend, Gemm
+from autoprec.backends.base import Answer, Backend, Gemm
 from autoprec.errors import BackendError, UsageError
 from autoprec.plan import Formats, Mode
 from autoprec.recipes import Recipe
@@ -93,15 +93,12 @@ def by_speed() -> list[Backend]:
     return sorted((get_backend(name) for name in list_backends()), key=lambda b: (b.speed, b.name))
 
 
-def _ask(backend: Backend, gemm: Gemm, *, named: bool) -> tuple[bool, str]:
-    questions: list[Callable[[], tuple[bool, str]]] = [backend.available]
-    if not named:
-        questions.append(lambda: backend.wanted(gemm))
-    for question in questions:
-        ok, reason = question()
-        if not ok:
-            return False, reason
-    return backend.supports(gemm)
+def _ask(backend: Backend, gemm: Gemm, *, named: bool) -> Answer:
+    wanted = (True, "") if named else backend.wanted(gemm)
+    if not wanted[0]:  # asked first: to say whether it is available a backend may have to import its library
+        return wanted
+    available = backend.available()
+    return backend.supports(gemm) if available[0] else available
 
 
 @functools.cache

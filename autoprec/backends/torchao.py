@@ -1,0 +1,151 @@
+"""``torchao``: its float8 training function, on the model's own weight.
+
+torchao converts by replacing modules; here its autograd function alone is called, so that the module, its keys and its
+Parameters stay.  Without FP8 hardware torchao multiplies in fp32 itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, refuse_op
+from autoprec.errors import BackendError
+from autoprec.plan import Formats
+from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
+
+_OLDEST = (0, 18)
+_HYBRID = Formats(input="fp8_e4m3", weight="fp8_e4m3", grad_output="fp8_e5m2")
+_E4M3 = Formats.all("fp8_e4m3")
+
+
+class TorchaoBackend(Backend):
+    """torchao's recipes tensorwise, rowwise and rowwise_with_gw_hp."""
+
+    name: ClassVar[str] = "torchao"
+    speed: ClassVar[int] = 40  # without torch.compile it makes more passes over the operands than 'native'
+
+    def __init__(self) -> None:
+        # Filled by supports(), which is asked before a model runs: a compiler can't trace torchao's import.
+        self._kernels: dict[_Key, _Kernel] = {}
+
+    def available(self) -> Answer:
+        try:
+            found = version("torchao")
+        except PackageNotFoundError:
+            return False, "torchao isn't installed; pip install 'autoprec[ao]'"
+        if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < _OLDEST:
+            return False, f"torchao {found} is older than 0.18; pip install -U 'autoprec[ao]'"
+        try:
+            importlib.import_module("torchao.float8")
+        except Exception as error:  # a build for another torch fails in many ways
+            return False, f"torchao {found} can't be imported: {error!r}"
+        return True, f"torchao {found}"
+
+    def wanted(self, gemm: Gemm) -> Answer:
+        if gemm.device.type != "cuda":
+            return False, f"on {gemm.device.type} it multiplies in fp32, and 'emulated' is the reference"
+        return True, ""
+
+    def supports(self, gemm: Gemm) -> Answer:
+        checks = (refuse_op(gemm), _refuse_recipe(gemm), _refuse_shape(gemm), _refuse_device(gemm))
+        reason = next((reason for reason in checks if reason), "")
+        if reason:
+            return False, reason
+        self._prepare(gemm.recipe, gemm.device)
+        return True, f"torchao's {_recipe_name(gemm.recipe)}"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        kernel = self._kernels.get(_key(spec.recipe, x.device))
+        if kernel is None:
+            kernel = self._prepare(spec.recipe, x.device)
+        output = kernel.function.apply(x, weight.t(), kernel.mm_config, kernel.config)
+        output = output.to(spec.output_dtype or x.dtype)
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def _prepare(self, recipe: Recipe | None, device: torch.device) -> _Kernel:
+        key = _key(recipe, device)
+        if key[0] is None:
+            raise BackendError(f"backend 'torchao' can't run {recipe}; ask supports() first")
+        return self._kernels.setdefault(key, _kernel(key))
+
+
+_Key = tuple[str | None, bool, bool, bool]
+
+
+class _Kernel(NamedTuple):
+    """The autograd function and its two configurations."""
+
+    function: Any
+    mm_config: Any
+    config: Any
+
+
+def _key(recipe: Recipe | None, device: torch.device) -> _Key:
+    """Name of the recipe, powers of two, fast accumulation, emulation."""
+    fast, power_of_two = getattr(recipe, "fast_output", False), getattr(recipe, "power_of_two", False)
+    return _recipe_name(recipe), power_of_two, fast, device.type != "cuda"
+
+
+def _recipe_name(recipe: Recipe | None) -> str | None:
+    """Name of torchao's recipe for ours, None where it has none."""
+    if isinstance(recipe, CurrentRecipe):
+        return (
+            "tensorwise" if (recipe.epsilon, recipe.fast_grads, recipe.backward) == (0.0, False, "quantized") else None
+        )
+    if isinstance(recipe, RowwiseRecipe) and recipe.backward == "quantized":
+        return "rowwise" if recipe.grad_weight == "quantized" else "rowwise_with_gw_hp"
+    return None
+
+
+def _kernel(key: _Key) -> _Kernel:
+    name, power_of_two, fast_output, emulate = key
+    float8 = importlib.import_module("torchao.float8")
+    linear = importlib.import_module("torchao.float8.float8_linear")
+    config = float8.Float8LinearConfig.from_recipe_name(name)
+    config = dataclasses.replace(
+        config,
+        round_scales_to_power_of_2=power_of_two,
+        gemm_config_output=dataclasses.replace(config.gemm_config_output, use_fast_accum=fast_output),
+        pad_inner_dim=True,  # for the tokens of the grad_weight product
+        emulate=emulate,
+    )
+    with torch.device("meta"):
+        layer = linear.Float8Linear(16, 16, config=config)
+    return _Kernel(linear.matmul_with_hp_or_float8_args, layer.linear_mm_config, config)
+
+
+def _refuse_recipe(gemm: Gemm) -> str:
+    name = _recipe_name(gemm.recipe)
+    if name is None:
+        return f"torchao trains with its tensorwise and rowwise recipes, which {gemm.recipe} isn't"
+    wanted = _HYBRID if name == "tensorwise" else _E4M3
+    used = Formats(
+        input=gemm.formats.input,
+        weight=gemm.formats.weight,
+        grad_output=gemm.formats.grad_output if gemm.mode == "training" else wanted.grad_output,
+    )
+    return "" if used == wanted else f"torchao's {name} has the formats {wanted}, not {used}"
+
+
+def _refuse_shape(gemm: Gemm) -> str:
+    for name, size in zip(("out_features", "in_features"), gemm.weight_shape, strict=True):
+        if size % 16:
+            return f"{name}={size} isn't a multiple of 16"
+    return "" if gemm.rows else "the input is empty"
+
+
+def _refuse_device(gemm: Gemm) -> str:
+    if gemm.device.type in ("cpu", "meta"):
+        return ""
+    if gemm.device.type != "cuda":
+        return f"needs a CUDA or ROCm device, not {gemm.device.type}"
+    capability = torch.cuda.get_device_capability(gemm.device)
+    if capability < (8, 9):
+        return f"needs compute capability 8.9 or newer, not {capability[0]}.{capability[1]}"
+    return ""
