@@ -194,8 +194,8 @@ class _Run:
         raise StudyError(
             f"max_loss_increase is {self.budget:.2%}, and weights changed by one part in a million already move the "
             f"loss of task {self.task.name!r} by {noise:.2%} in {bench.effort.steps} steps: a budget below twice that "
-            f"can't be told from chance. Allow {2 * noise:.2%} or more, or give the task a checkpoint where training is "
-            "calmer"
+            f"can't be told from chance. Allow {2 * noise:.2%} or more, or give the task a checkpoint where training "
+            "is calmer"
         )
 
     def _confirm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,8 @@ class Trainer:
         if self.is_training and task.optimizer is not None:
             self.optimizer = task.optimizer(self.model.parameters())
             if checkpoint is not None and checkpoint.optimizer:
-                self.optimizer.load_state_dict(checkpoint.optimizer)
+                # a copy: an optimizer keeps the tensors it is given, and changes them in place
+                self.optimizer.load_state_dict(copy.deepcopy(checkpoint.optimizer))
         scaler = (plan or Plan(rules=())).grad_scaler(device.type)
         self.scaler = scaler if isinstance(scaler, BoundedGradScaler) and scaler.is_enabled() else None
         self.num_skipped = 0
