@@ -44,16 +44,18 @@ def convert(
 ) -> nn.Module:
     """Makes a model run in the formats of a plan; without one, of the plan that rules give for the target.
 
-    The model keeps its class name, ``isinstance``, parameters, ``state_dict`` keys and hooks; its outputs keep the dtypes
-    of the fp32 model (but at ``O3``).  However it is called, the plan is in force.
+    The model keeps its class name, ``isinstance``, parameters, ``state_dict`` keys and hooks; its outputs keep the
+    dtypes of the fp32 model (but at ``O3``).  However it is called, the plan is in force.
 
     Args:
         model: any module; converted in place unless ``inplace=False``.
         target: name of a target (``"h100"``), a :class:`Target`, or ``"auto"``: the device in this machine.
-        example_inputs: a tensor, a tuple (positional arguments), a dict (keyword arguments) or a callable ``run(model)``.
-            With them the plan also follows what the model's real numbers need, and the receipt is measured.
-        plan: a :class:`Plan` or the path of one; ``target``, ``level``, ``mode``, ``formats`` and ``rules`` then don't count.
-        level: ``O0`` fp32; ``O1`` casts at run time; ``O2`` stores parameters in 16 bit with fp32 masters; ``O3`` without.
+        example_inputs: a tensor, a tuple (positional arguments), a dict (keyword arguments) or a callable
+            ``run(model)``.  With them the plan also follows what the model's real numbers need, and the receipt is measured.
+        plan: a :class:`Plan` or the path of one; ``target``, ``level``, ``mode``, ``formats`` and ``rules`` then
+            don't count.
+        level: ``O0`` fp32; ``O1`` casts at run time; ``O2`` stores parameters in 16 bit with fp32 masters; ``O3``
+            without.
         mode: ``training`` or ``inference``; inference casts each weight once and keeps the cast beside it.
         formats: cap, e.g. ``"bf16"`` for no fp8.
         rules: the user's rule files, which override the shipped ones.

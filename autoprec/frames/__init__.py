@@ -1,0 +1,1 @@
+"""Which module's forward runs now, and what its ops do."""

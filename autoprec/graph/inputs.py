@@ -33,6 +33,6 @@ def as_run(example_inputs: Any) -> Run:
     if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
         return example_inputs
     raise UsageError(
-        f"example_inputs is a {type(example_inputs).__name__}; give a tensor, a tuple of positional arguments, a dict of "
-        "keyword arguments, or a callable run(model)"
+        f"example_inputs is a {type(example_inputs).__name__}; give a tensor, a tuple of positional arguments, a dict "
+        "of keyword arguments, or a callable run(model)"
     )

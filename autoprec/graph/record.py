@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoprec.frames.mode import Action, Frame
-from autoprec.rulebook.opnames import canonical_op
 from autoprec.frames.swap import framed, leaf_op, original_class
 from autoprec.graph.flops import count_flops, recurrent_flops
 from autoprec.graph.inputs import Run
 from autoprec.graph.sandbox import untouched
 from autoprec.graph.site import GEMM_OPS, Site
+from autoprec.rulebook.opnames import canonical_op
 
 #: Calls that compute nothing: attribute reads, shape queries, views of metadata.
 SILENT = frozenset({
-    "__get__", "__set__", "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "ndimension",
-    "element_size", "data_ptr", "storage_offset", "type", "get_device", "__len__", "__hash__", "__format__", "__repr__",
-    "requires_grad_", "retain_grad", "register_hook", "is_signed", "untyped_storage", "tolist", "item", "__bool__",
-    "__float__", "__int__", "__index__", "is_same_size", "is_nonzero", "is_inference", "storage", "numpy", "backward",
+    "__get__", "__set__", "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex",
+    "ndimension", "element_size", "data_ptr", "storage_offset", "type", "get_device", "__len__", "__hash__",
+    "__format__", "__repr__", "requires_grad_", "retain_grad", "register_hook", "is_signed", "untyped_storage",
+    "tolist", "item", "__bool__", "__float__", "__int__", "__index__", "is_same_size", "is_nonzero", "is_inference",
+    "storage", "numpy", "backward",
 })  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def floating(tree: Any) -> list[torch.Tensor]:
 class _Silent:
     """The frame hooks are recorded in: none."""
 
-    actions: Any = {}
+    actions: ClassVar[dict[str, Action]] = {}
 
     def enter(self) -> _Silent:
         return self

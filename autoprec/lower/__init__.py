@@ -1,0 +1,1 @@
+"""Model and Plan → the same model, converted, and its receipt."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from autoprec.frames.swap import FrameState, framed_methods, original_class, remove, set_frames
+from autoprec.backends.registry import choose
+from autoprec.frames.swap import FrameState, framed_methods, leaf_op, original_class, remove, set_frames
 from autoprec.graph.site import GEMM_OPS
 from autoprec.lower.casts import NUMBER_OPS
 from autoprec.lower.foreign import guard_foreign_code
-from autoprec.lower.frame import DTYPES, CastFrame, Choice, GemmSettings, frame_for
+from autoprec.lower.frame import CastFrame, Choice, Choices, GemmSettings, frame_for
+from autoprec.lower.gemm import DTYPES
 from autoprec.lower.matching import OpGlob, RuleMatcher
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.storage import Stored, restore, store
 from autoprec.lower.weights import forget
 from autoprec.plan import Plan, PlanRule
+from autoprec.recipes import recipe_for
 from autoprec.rulebook import Rulebook
 
 #: Attribute of a converted root that holds its :class:`Conversion`.
@@ -31,52 +34,68 @@ class Conversion:
     plan: Plan
     receipt: Receipt
     refused: dict[str, str] = field(default_factory=dict)
+    backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     stored: Stored | None = None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
 class FrameBuilder:
-    """Makes the frames of a plan; modules under the same rules share one frame object."""
+    """Makes the frames of a plan; modules that do the same share one frame object."""
 
     def __init__(self, plan: Plan, rulebook: Rulebook) -> None:
+        self.plan = plan
         self.matcher = RuleMatcher(plan)
-        self.settings = GemmSettings(mode=plan.mode, recipe=tuple(sorted(plan.recipe.items())))
+        self.settings = GemmSettings(
+            mode=plan.mode, low=storage_format(plan) or "fp32", recipe=json.dumps(plan.recipe, sort_keys=True)
+        )
         self._mechanics = mechanics(rulebook)
-        named = {g.op for g in self._op_globs() if g.op is not None and not set(g.op) & set("*?[")}
-        self._ops = sorted(GEMM_OPS | set(rulebook.ops) | named)
-        self._frames: dict[tuple[OpGlob, ...], CastFrame] = {}
+        self._ops = sorted(GEMM_OPS | set(rulebook.ops) | self.matcher.named_ops)
+        self._frames: dict[tuple[tuple[OpGlob, ...], tuple[str, ...]], CastFrame] = {}
         self.neutral = frame_for(neutral_choices(rulebook), self.settings)
+        #: FQN of each linear layer below 16 bit → the backend that takes it (or none) and why.
+        self.backends: dict[str, tuple[str, str]] = {}
 
-    def _op_globs(self) -> list[OpGlob]:
-        return [g for _, g in self.matcher._wild] + [g for globs in self.matcher._literal.values() for g in globs]
-
-    def frame(self, fqn: str, method: str) -> CastFrame:
+    def frame(self, fqn: str, module: nn.Module, method: str) -> CastFrame:
         """The frame of one method of one module."""
         relevant = self.matcher.relevant(fqn if method == "forward" else f"{fqn}:{method}")
-        if relevant not in self._frames:
-            self._frames[relevant] = frame_for(self._choices(relevant), self.settings)
-        return self._frames[relevant]
+        backend = self._backend(fqn, module, relevant)
+        key = relevant, backend
+        if key not in self._frames:
+            self._frames[key] = frame_for(self._choices(relevant, backend), self.settings)
+        return self._frames[key]
 
-    def _choices(self, relevant: tuple[OpGlob, ...]) -> tuple[tuple[str, int | None, Choice], ...]:
-        indices = {(g.op, g.index) for g in relevant if g.op is not None and g.index is not None}
+    def _backend(self, fqn: str, module: nn.Module, relevant: tuple[OpGlob, ...]) -> tuple[str, ...]:
+        """The backend of a linear layer whose formats need one."""
+        rule = self.matcher.rule(relevant, "linear", 0)
+        if rule is None or leaf_op(original_class(module)) != "linear" or rule.formats.input in (*DTYPES, "follow"):
+            return ()
+        weight: Any = module.weight
+        x = weight.new_empty((128, weight.shape[1]), dtype=DTYPES[self.settings.low])
+        recipe = recipe_for((rule.formats.input, rule.formats.weight, rule.formats.grad_output), self.plan.recipe)
+        backend, why = choose("linear", rule.formats, x, weight, rule.backend, self.plan.mode, recipe=recipe)
+        self.backends[fqn] = ("" if backend is None else backend.name, why)
+        return () if backend is None else (backend.name,)
+
+    def _choices(self, relevant: tuple[OpGlob, ...], backend: tuple[str, ...]) -> Choices:
+        indices = {(g.op, g.call) for g in relevant if g.op is not None and g.call is not None}
         chosen: list[tuple[str, int | None, Choice]] = []
         for op in self._ops:
-            default = self._choice(op, self.matcher.rule(relevant, op))
+            default = self._choice(op, self.matcher.rule(relevant, op), backend)
             if default is not None:
                 chosen.append((op, None, default))
             for name, index in indices:
                 if name == op:
-                    choice = self._choice(op, self.matcher.rule(relevant, op, index))
+                    choice = self._choice(op, self.matcher.rule(relevant, op, index), backend)
                     if choice != default:
                         chosen.append((op, index, choice or Choice("widest")))
         return tuple(sorted(chosen, key=lambda c: (c[0], -1 if c[1] is None else c[1])))
 
-    def _choice(self, op: str, rule: PlanRule | None) -> Choice | None:
+    def _choice(self, op: str, rule: PlanRule | None, backend: tuple[str, ...]) -> Choice | None:
         if rule is None or rule.formats.input == "follow":
             return self._mechanics.get(op, Choice("widest") if op in GEMM_OPS else None)
         if op in GEMM_OPS:
-            return Choice("gemm", rule.formats, rule.backend)
-        if rule.formats.input in DTYPES and op not in self._mechanics or rule.formats.input == "fp32":
+            return Choice("gemm", rule.formats, backend)
+        if (rule.formats.input in DTYPES and op not in self._mechanics) or rule.formats.input == "fp32":
             return Choice("cast", rule.formats)
         return self._mechanics.get(op)
 
@@ -93,7 +112,7 @@ def mechanics(rulebook: Rulebook) -> dict[str, Choice]:
 
 
 def neutral_choices(rulebook: Rulebook) -> tuple[tuple[str, int | None, Choice], ...]:
-    """What code outside the plan (hooks, adapters added later) runs in: no format, only ops that agree with themselves."""
+    """What code outside the plan (hooks, adapters added later) runs in: no format, but arguments of one dtype."""
     choices = {**mechanics(rulebook), **{op: Choice("widest") for op in GEMM_OPS}}
     return tuple((op, None, choice) for op, choice in sorted(choices.items()))
 
@@ -105,33 +124,32 @@ def apply(model: nn.Module, plan: Plan, rulebook: Rulebook) -> Conversion:
     restore_outputs = plan.level != "O3"
     states: dict[tuple[Any, ...], FrameState] = {}
     for fqn, module in model.named_modules():
-        frames = {name: builder.frame(fqn, name) for name in framed_methods(original_class(module))}
+        frames = {name: builder.frame(fqn, module, name) for name in framed_methods(original_class(module))}
         key = tuple(sorted((name, id(frame)) for name, frame in frames.items()))
         if key not in states:
             states[key] = FrameState(frames, builder.neutral, restore_outputs)
         reason = set_frames(module, states[key])
         if reason is not None:
             conversion.refused[fqn] = reason
+    conversion.backends = builder.backends
     _keep_unfused(model, conversion)
     guard_foreign_code(model)
     if plan.level in ("O2", "O3"):
-        dtype = storage_dtype(plan)
-        if dtype is not None:
+        low = storage_format(plan)
+        if low is not None:
+            dtype = DTYPES[low]
             conversion.stored = store(model, dtype, masters=plan.level == "O2" and plan.mode == "training")
     vars(model)[CONVERSION] = conversion
     return conversion
 
 
-def storage_dtype(plan: Plan) -> torch.dtype | None:
-    """The 16-bit dtype that O2 and O3 store parameters in: that of the plan's first 16-bit rule."""
-    for rule in reversed(plan.rules):
-        if rule.formats.input in ("bf16", "fp16"):
-            return DTYPES[rule.formats.input]
-    return None
+def storage_format(plan: Plan) -> str | None:
+    """The plan's 16-bit format, that of its last 16-bit rule; None if it has none."""
+    return next((r.formats.input for r in reversed(plan.rules) if r.formats.input in ("bf16", "fp16")), None)
 
 
 def _keep_unfused(model: nn.Module, conversion: Conversion) -> None:
-    """Switches off the fused encoder layer: under Dynamo it takes the whole layer past the plan, in fp32, in silence."""
+    """Switches off the fused encoder layer: under Dynamo it takes the layer past the plan, in fp32, in silence."""
     for fqn, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             conversion.patched.append((fqn, "activation_relu_or_gelu", module.activation_relu_or_gelu))

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from autoprec.frames.mode import Action
 from autoprec.frames.names import is_inplace, spellings
 from autoprec.lower import casts
+from autoprec.lower.gemm import DTYPES, gemm_action
 from autoprec.plan import Formats
 from autoprec.rulebook.opnames import canonical_op
 
@@ -22,7 +21,7 @@ class Choice(NamedTuple):
         kind: ``cast`` (all arguments in ``formats.input``), ``gemm`` (formats by role), ``widest``, ``destination``,
             ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``.
         formats: for ``cast`` and ``gemm``.
-        backend: backends to try, for ``gemm``.
+        backend: the backend that takes a ``gemm`` of fewer than 16 bits; empty if none does.
     """
 
     kind: str
@@ -30,10 +29,22 @@ class Choice(NamedTuple):
     backend: tuple[str, ...] = ()
 
 
+class GemmSettings(NamedTuple):
+    """What a GEMM needs to know beside its formats.
+
+    Args:
+        mode: ``training`` or ``inference``; inference keeps cast weights from call to call.
+        low: the plan's 16-bit format: of activations between quantised layers, and of GEMMs no backend takes.
+        recipe: settings of the fp8 and block formats, as JSON.
+    """
+
+    mode: str = "training"
+    low: str = "bf16"
+    recipe: str = "{}"
+
+
 #: ``(op, index or None, choice)``, sorted.
 Choices = tuple[tuple[str, int | None, Choice], ...]
-
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class CastFrame:
@@ -91,18 +102,6 @@ class _CountingFrame(CastFrame):
         return counted
 
 
-class GemmSettings(NamedTuple):
-    """What a GEMM needs to know beside its formats.
-
-    Args:
-        mode: ``training`` or ``inference``; inference keeps cast weights from call to call.
-        recipe: recipe of the fp8 and block formats as sorted ``(name, value)`` pairs.
-    """
-
-    mode: str = "training"
-    recipe: tuple[tuple[str, Any], ...] = ()
-
-
 def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> Action:
     """The action of one spelling of an op."""
     if choice.kind == "range":
@@ -115,8 +114,6 @@ def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> A
         return casts.CastToWidest()
     assert choice.formats is not None
     if choice.kind == "gemm":
-        from autoprec.lower.gemm import gemm_action
-
         return gemm_action(op, choice.formats, choice.backend, settings)
     dtype = DTYPES[choice.formats.input]
     if op in casts.WRITTEN:
@@ -124,7 +121,7 @@ def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> A
     return casts.CastTo(dtype)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def frame_for(choices: Choices, settings: GemmSettings) -> CastFrame:
     """The one frame object of these choices."""
     return CastFrame(choices, settings)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoprec.backends.base import LinearSpec
+from autoprec.backends.registry import get_backend
 from autoprec.frames.mode import Action
 from autoprec.lower import casts
 from autoprec.lower.weights import cast_weight
 from autoprec.plan import Formats
+from autoprec.recipes import recipe_for
 
 if TYPE_CHECKING:
     from autoprec.lower.frame import GemmSettings
+
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +58,27 @@ def _floating(args: casts.Args) -> list[torch.Tensor]:
     return [a for a in args if isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex())]
 
 
-def gemm_action(op: str, formats: Formats, backend: tuple[str, ...], settings: GemmSettings) -> Action:
-    """The action of a GEMM op; ``fp32`` and 16-bit formats need no backend."""
-    from autoprec.lower.frame import DTYPES
+class QuantizedLinear:
+    """A linear layer whose operands a backend rounds to 8 bits or fewer, between 16-bit activations."""
 
-    if formats.input in DTYPES:
-        dtype = DTYPES[formats.input]
-        return CastKeepingWeights(dtype) if settings.mode == "inference" else CastGemm(dtype)
-    raise NotImplementedError(formats)
+    def __init__(self, formats: Formats, backend: str, settings: GemmSettings) -> None:
+        self.kernel = get_backend(backend)
+        self.dtype = DTYPES[settings.low]
+        recipe = recipe_for((formats.input, formats.weight, formats.grad_output), json.loads(settings.recipe))
+        self.spec = LinearSpec(formats=formats, recipe=recipe, output_dtype=self.dtype)
+
+    def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _run(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if input.dtype not in casts.CASTABLE:
+            return torch.nn.functional.linear(input, weight, bias)
+        return self.kernel.linear(casts.cast(input, self.dtype), weight, bias, self.spec)
+
+
+def gemm_action(op: str, formats: Formats, backend: tuple[str, ...], settings: GemmSettings) -> Action:
+    """The action of a GEMM op; below 16 bit it is the plan's 16-bit format where no backend takes the site."""
+    if formats.input not in DTYPES and backend and op == "linear":
+        return QuantizedLinear(formats, backend[0], settings)
+    dtype = DTYPES[formats.input if formats.input in DTYPES else settings.low]
+    return CastKeepingWeights(dtype) if settings.mode == "inference" else CastGemm(dtype)

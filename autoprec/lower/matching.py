@@ -25,7 +25,7 @@ class OpGlob(NamedTuple):
 
     rule: int
     op: str | None  # None: the glob names modules
-    index: int | None  # None: every call of the op
+    call: int | None  # None: every call of the op
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ class RuleMatcher:
                 else:
                     self._literal[glob.scope].append(glob.op)
 
+    @property
+    def named_ops(self) -> set[str]:
+        """Ops that a rule names without wildcards."""
+        globs = [g for _, g in self._wild] + [g for found in self._literal.values() for g in found]
+        return {g.op for g in globs if g.op is not None and not _WILD.search(g.op)}
+
     def relevant(self, scope: str) -> tuple[OpGlob, ...]:
         """The rules that could concern a scope (``fqn`` or ``fqn:method``), in the plan's order.
 
@@ -86,7 +92,7 @@ class RuleMatcher:
             if glob.op is None:
                 if op in GEMM_OPS or rule.formats.input == "fp32":
                     return rule
-            elif (glob.index is None or glob.index == index) and _op_matches(glob.op, op):
+            elif (glob.call is None or glob.call == index) and _op_matches(glob.op, op):
                 return rule
         return None
 

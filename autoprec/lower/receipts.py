@@ -9,6 +9,7 @@ from autoprec.frames.swap import leaf_op, original_class
 from autoprec.graph.record import Recording
 from autoprec.graph.site import GEMM_OPS, Site
 from autoprec.lower.apply import Conversion
+from autoprec.lower.gemm import DTYPES
 from autoprec.lower.matching import RuleMatcher
 from autoprec.lower.receipt import Receipt, Row
 from autoprec.plan import PlanRule
@@ -24,7 +25,7 @@ def make_receipt(model: nn.Module, conversion: Conversion, recording: Recording 
             _asked(matcher, fqn, module) for fqn, module in model.named_modules() if leaf_op(original_class(module))
         ]
     else:
-        rows = [_recorded(matcher, site, recording.dtypes[site.id]) for site in recording.sites.values()]
+        rows = [_recorded(matcher, conversion, site, recording.dtypes[site.id]) for site in recording.sites.values()]
     return Receipt(
         rows=tuple(rows),
         notes=tuple(_notes(model, conversion)),
@@ -40,12 +41,24 @@ def _asked(matcher: RuleMatcher, fqn: str, module: nn.Module) -> Row:
     return Row(site=fqn, op=op, asked=asked, got="", why=why, mechanism="frame")
 
 
-def _recorded(matcher: RuleMatcher, site: Site, dtypes: tuple[torch.dtype, ...]) -> Row:
+def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: tuple[torch.dtype, ...]) -> Row:
     rule = matcher.rule_for_site(site.scope, site.op, site.index)
     asked, why = _words(rule)
+    backend, answer = conversion.backends.get(site.module, ("", "")) if site.leaf else ("", "")
+    if backend:
+        reason = f"{why}; {answer}"
+        return Row(
+            site=site.id,
+            op=site.op,
+            asked=asked,
+            got=asked,
+            why=reason,
+            mechanism=f"backend:{backend}",
+            flops=site.flops,
+        )
     got = _got(site, dtypes)
     if asked not in ("follow", got) and got:
-        why = f"ran in {got}: {_why_not(dtypes)} (plan: {why})"
+        why = f"ran in {got}: {answer or _why_not(rule, site.op, dtypes)} (plan: {why})"
     mechanism = "none" if rule is None else "frame"
     return Row(site=site.id, op=site.op, asked=asked, got=got, why=why, mechanism=mechanism, flops=site.flops)
 
@@ -64,7 +77,9 @@ def _got(site: Site, dtypes: tuple[torch.dtype, ...]) -> str:
     return _NAMES.get(widest, str(widest))
 
 
-def _why_not(dtypes: tuple[torch.dtype, ...]) -> str:
+def _why_not(rule: PlanRule | None, op: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    if rule is not None and rule.formats.input not in DTYPES:
+        return f"only linear layers have kernels below 16 bit, and this is {op!r}"
     if torch.float64 in dtypes:
         return "an operand is fp64, which is never narrowed"
     return "the call writes its argument, or its arguments come in another dtype"

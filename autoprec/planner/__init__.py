@@ -1,0 +1,1 @@
+"""Analysis, target and rules → Plan."""
