@@ -94,9 +94,7 @@ def _plain_scalar(value: Any, path: str) -> Any:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
-    raise Problem(
-        path, f"is {describe(value)}, but must be a finite number, string, bool, null, list or object"
-    )
+    raise Problem(path, f"is {describe(value)}, but must be a finite number, string, bool, null, list or object")
 
 
 def read_fields(

@@ -16,9 +16,8 @@ from autoprec.errors import UsageError
 from autoprec.formats import FORMATS
 
 if TYPE_CHECKING:
-    import torch
-
     from autoprec.plandiff import PlanDiff
+    from autoprec.scaler import BoundedGradScaler
 
 SCHEMA_VERSION = 1
 
@@ -205,8 +204,8 @@ class Plan:
 
         return diff(self, other, evidence=evidence)
 
-    def grad_scaler(self, device: str | None = None) -> torch.amp.GradScaler:
-        """A scaler with the plan's settings, which keeps its scale between their bounds.
+    def grad_scaler(self, device: str | None = None) -> BoundedGradScaler:
+        """A :class:`torch.amp.GradScaler` with the plan's settings, which keeps its scale between their bounds.
 
         Args:
             device: device type of the losses; None is this machine's accelerator, else the CPU.

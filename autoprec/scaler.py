@@ -80,7 +80,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
 
     def found_non_finite(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``unscale_`` found a gradient that isn't finite.  Waits for the device."""
-        return any(bool(found.item()) for found in self._found_inf_per_device(optimizer).values())
+        return found_non_finite(self, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, growth count, factors and bounds as Python numbers; empty when disabled."""
@@ -113,6 +113,11 @@ class BoundedGradScaler(torch.amp.GradScaler):
             raise TrainingError(
                 "gradients are unscaled before any loss was scaled: call scaler.scale(loss).backward() first"
             )
+
+
+def found_non_finite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any scaler's ``unscale_`` found a gradient that isn't finite.  Waits for the device."""
+    return any(bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values())
 
 
 def require_gradients(optimizer: torch.optim.Optimizer, why: str = "") -> None:

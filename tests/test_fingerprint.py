@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from autoprec import convert, revert
 from autoprec.errors import PlanMismatchError
 from autoprec.fingerprint import _fold, _unfold, check_fingerprint, fingerprint
 from autoprec.plan import Plan
@@ -98,6 +99,16 @@ def test_what_a_plan_does_not_depend_on_is_not_in_it(change):
     plan, changed = plan_for(GPT()), change(GPT())
     assert fingerprint(changed)["hash"] == plan.fingerprint["hash"]
     check_fingerprint(plan, changed)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_conversion_changes_nothing_that_it_sees(level):
+    model = GPT()
+    before = fingerprint(model)
+    convert(model, target="a100", level=level)
+    assert fingerprint(model) == before
+    revert(model)
+    assert fingerprint(model) == before
 
 
 def test_the_same_model_defined_in_a_script_fits():

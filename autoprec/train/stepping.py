@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from autoprec.errors import TrainingError, UsageError
 from autoprec.plan import ScalerSettings
-from autoprec.scaler import BoundedGradScaler, require_gradients
+from autoprec.scaler import BoundedGradScaler, found_non_finite, require_gradients
 from autoprec.train.diagnosis import Probe
 from autoprec.train.monitor import TrainingMonitor
 
@@ -125,7 +125,7 @@ class Stepper:
         self._check_chosen(chosen)
         for optimizer in chosen:
             self._scaler.unscale_(optimizer)
-        finite = not any(self._found_non_finite(optimizer) for optimizer in chosen)
+        finite = not any(found_non_finite(self._scaler, optimizer) for optimizer in chosen)
         norm = self._average_and_clip(chosen) if finite else None
         finite = finite and norm != float("inf")
         for optimizer in chosen:
@@ -245,9 +245,6 @@ class Stepper:
     def _current_scale(self) -> torch.Tensor:
         scale = self._scaler._scale
         return torch.tensor(self._scaler.get_scale()) if scale is None else scale
-
-    def _found_non_finite(self, optimizer: Optimizer) -> bool:
-        return any(bool(found.item()) for found in self._scaler._found_inf_per_device(optimizer).values())
 
     def _watch_closely(self) -> None:
         finding = self._probe.finding if self._probe else None
