@@ -48,8 +48,8 @@ def analyze(
 
     Args:
         model: an fp32 model, not converted.
-        example_inputs: a tensor, a tuple (positional arguments), a dict (keyword arguments) or a callable ``run(model)``
-            that may make many calls.  None: no values are seen, and only op rules speak.
+        example_inputs: a tensor, a tuple (positional arguments), a dict (keyword arguments) or a callable
+            ``run(model)`` that may make many calls.  None: no values are seen, and only op rules speak.
         target: names the 16-bit format that :meth:`Analysis.tags` answers for by default.
         rulebook: op rules; the shipped ones by default.
         formats: ``"bf16"``, ``"fp16"`` or both.

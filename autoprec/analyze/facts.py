@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autoprec.analyze.lineage import Kind, Lineages, numbers
+from autoprec.analyze.lineage import Kind, Lineages, numbers, widest_kind
 from autoprec.graph.dataflow import Step
 from autoprec.graph.site import GEMM_OPS, Site
 
 _END_OF_FP32 = torch.finfo(torch.float32).max
-
-_KINDS: tuple[Kind, ...] = ("constant", "position", "activation")
 
 #: Reads that tell nothing about the values.
 _METADATA = frozenset({"__get__"})
@@ -104,7 +102,7 @@ class Graph:
     def note_result(self, facts: SiteFacts, step: Step, lineages: Lineages) -> None:
         """Adds what a call returned; ``lineages`` knows the outputs by now."""
         floats = [t for t in step.outputs if t.is_floating_point()]
-        facts.kind = max((facts.kind, *(lineages.of(t).kind for t in floats)), key=_KINDS.index)
+        facts.kind = widest_kind(facts.kind, *(lineages.of(t).kind for t in floats))
         facts.max_abs = max(facts.max_abs, *(max_abs(t) for t in floats), 0.0)
 
     def _note_selections(self, step: Step, lineages: Lineages) -> None:

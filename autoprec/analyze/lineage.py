@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from autoprec.analyze.ops import COMPARISONS, FACTORIES, LIKE_FACTORIES, MOVES, POSITIONS, RANDOM_FACTORIES, SENTINEL
-from autoprec.graph.dataflow import CASTS, Step, TensorMap
+from autoprec.analyze.ops import COMPARISONS, FACTORIES, LIKE_FACTORIES, POSITIONS, RANDOM_FACTORIES, SENTINEL
+from autoprec.graph.dataflow import CASTS, Step, TensorMap, leaves
 from autoprec.graph.site import GEMM_OPS
 
-#: ``activation``: an input or a trained value is in it; ``position``: made of integers and constants alone; ``constant``:
-#: buffers and literals alone.
+#: ``activation``: an input or a trained value is in it; ``position``: made of integers and constants alone;
+#: ``constant``: buffers and literals alone.
 Kind = Literal["activation", "position", "constant"]
 
-_RANK: dict[Kind, int] = {"constant": 0, "position": 1, "activation": 2}
+_KINDS: tuple[Kind, ...] = ("constant", "position", "activation")
+
+
+def widest_kind(*kinds: Kind) -> Kind:
+    """The kind of what is made of several."""
+    return _KINDS[max(map(_KINDS.index, kinds), default=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Lineages:
             return "position"
         if step.op in FACTORIES or step.op in LIKE_FACTORIES:
             return "constant"
-        return max((i.kind for i in inputs), key=_RANK.__getitem__, default="constant")
+        return widest_kind(*(i.kind for i in inputs))
 
     def _upcast(self, step: Step, inputs: list[Lineage]) -> bool:
         if step.op in CASTS:
@@ -95,10 +99,6 @@ class Lineages:
             return 0.0
         own = [c for c in numbers(step) if abs(c) >= SENTINEL]
         return max((*own, *(i.sentinel for i in inputs)), key=abs, default=0.0)
-
-    def mark_low(self, tensor: torch.Tensor) -> None:
-        """An author's later cast down ends the island."""
-        self._known[tensor] = replace(self.of(tensor), upcast=False)
 
 
 def is_explicit_upcast(step: Step) -> bool:
@@ -120,15 +120,5 @@ def _is_dtype(value: object) -> bool:
 
 def numbers(step: Step) -> list[float]:
     """The Python numbers among a call's arguments."""
-    return [
-        float(v) for v in _flat((step.args, step.kwargs)) if isinstance(v, (int, float)) and not isinstance(v, bool)
-    ]
-
-
-def _flat(tree: object) -> Iterable[object]:
-    return torch.utils._pytree.tree_leaves(tree)
-
-
-def is_move(op: str) -> bool:
-    """Whether an op moves values without arithmetic."""
-    return op in MOVES
+    values = (*leaves(step.args), *leaves(step.kwargs))
+    return [float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]

@@ -2,14 +2,15 @@
 
 #: Move or pick values; nothing is rounded that wasn't.
 MOVES = frozenset({
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "movedim", "moveaxis",
-    "swapaxes", "swapdims", "expand", "expand_as", "broadcast_to", "broadcast_tensors", "contiguous", "clone", "detach",
-    "chunk", "split", "split_with_sizes", "unbind", "tensor_split", "repeat", "repeat_interleave", "tile", "flip", "roll",
-    "rot90", "tril", "triu", "diag", "diagonal", "diag_embed", "unfold", "pad", "narrow", "select", "index", "gather",
-    "index_select", "take", "take_along_dim", "masked_select", "cat", "stack", "hstack", "vstack", "dstack",
-    "column_stack", "row_stack", "relu", "maximum", "minimum", "neg", "abs", "view_as", "reshape_as", "as_strided",
-    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "max", "min", "amax", "amin", "sort", "topk", "embedding",
-    "max_pool1d", "max_pool2d", "where", "copy", "__get__", "size", "identity", "alias", "cuda", "cpu",
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "movedim",
+    "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "broadcast_to", "broadcast_tensors", "contiguous",
+    "clone", "detach", "chunk", "split", "split_with_sizes", "unbind", "tensor_split", "repeat", "repeat_interleave",
+    "tile", "flip", "roll", "rot90", "tril", "triu", "diag", "diagonal", "diag_embed", "unfold", "pad", "narrow",
+    "select", "index", "gather", "index_select", "take", "take_along_dim", "masked_select", "cat", "stack", "hstack",
+    "vstack", "dstack", "column_stack", "row_stack", "relu", "maximum", "minimum", "neg", "abs", "view_as",
+    "reshape_as", "as_strided", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "max", "min", "amax", "amin",
+    "sort", "topk", "embedding", "max_pool1d", "max_pool2d", "where", "copy", "__get__", "size", "identity", "alias",
+    "cuda", "cpu",
 })  # fmt: skip
 
 #: Of those, the ones without any test on the values: a chain of moves.
@@ -21,13 +22,14 @@ POSITIONS = frozenset(
 )
 
 FACTORIES = frozenset({
-    "tensor", "as_tensor", "from_numpy", "zeros", "ones", "empty", "full", "eye", "scalar_tensor", "complex", "hann_window",
-    "hamming_window", "blackman_window", "bartlett_window", "kaiser_window",
+    "tensor", "as_tensor", "from_numpy", "zeros", "ones", "empty", "full", "eye", "scalar_tensor", "complex",
+    "hann_window", "hamming_window", "blackman_window", "bartlett_window", "kaiser_window",
 })  # fmt: skip
 
 #: Take their shape from a tensor, and nothing else.
 LIKE_FACTORIES = frozenset({
-    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_tensor",
 })  # fmt: skip
 
 RANDOM_FACTORIES = frozenset(
@@ -41,8 +43,8 @@ COMPARISONS = frozenset({
 
 #: Pick one of several by value: a rounding picks another.
 SELECTIONS = frozenset({
-    "topk", "argmax", "argmin", "argsort", "sort", "msort", "kthvalue", "multinomial", "searchsorted", "bucketize", "max",
-    "min", "median", "mode", "unique", "unique_consecutive",
+    "topk", "argmax", "argmin", "argsort", "sort", "msort", "kthvalue", "multinomial", "searchsorted", "bucketize",
+    "max", "min", "median", "mode", "unique", "unique_consecutive",
 })  # fmt: skip
 
 #: Bring a number to a grid of whole ones: a rounding across a step is an error of a whole step.
@@ -51,9 +53,9 @@ ROUNDINGS = frozenset({"round", "floor", "ceil", "trunc", "fix", "floor_divide",
 #: Decompositions and solvers, which multiply a rounding by the condition number.
 DECOMPOSITIONS_PREFIX = ("linalg_",)
 DECOMPOSITIONS = frozenset({
-    "cholesky", "cholesky_inverse", "cholesky_solve", "det", "geqrf", "lobpcg", "logdet", "lu", "lu_solve", "matrix_exp",
-    "matrix_power", "orgqr", "ormqr", "pca_lowrank", "pinverse", "qr", "slogdet", "svd", "svd_lowrank", "triangular_solve",
-    "cdist", "inverse",
+    "cholesky", "cholesky_inverse", "cholesky_solve", "det", "geqrf", "lobpcg", "logdet", "lu", "lu_solve",
+    "matrix_exp", "matrix_power", "orgqr", "ormqr", "pca_lowrank", "pinverse", "qr", "slogdet", "svd", "svd_lowrank",
+    "triangular_solve", "cdist", "inverse",
 })  # fmt: skip
 
 #: Of the ``linalg_`` names, those that are plain products and norms.

@@ -62,7 +62,7 @@ def _variance(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
 
 
 def _softmax(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
-    """exp → sum → division of one by the other."""
+    """Exp → sum → division of one by the other."""
     if facts.op not in ("exp", "exp2"):
         return
     for total in _below(graph, facts, {"sum"}, SHAPES):
@@ -72,7 +72,7 @@ def _softmax(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
 
 
 def _log_sum_exp(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
-    """exp → sum → log."""
+    """Exp → sum → log."""
     if facts.op not in ("exp", "exp2"):
         return
     for total in _below(graph, facts, {"sum"}, SHAPES):
@@ -132,12 +132,12 @@ def _find_masks(graph: Graph, findings: Findings, format_name: str) -> None:
     fmt = get_format(format_name)
     for facts in graph:
         adds = facts.op in ("add", "sub") and facts.sentinel and format_name in facts.reads_low
-        # In fp32 the mark may read larger than it will be: code that asks for finfo(x.dtype).min gets the format's own.
-        if adds and abs(facts.sentinel) > fmt.max / 2:
+        # The mark itself may become the format's own, where code asks for finfo(x.dtype).min.
+        if adds and abs(facts.sentinel) > fmt.max / 2 and fmt.max < _END_OF_FP32 / 2:
             facts.lows.add(format_name)
             findings.keep(
                 facts.site.id, format_name, "pattern",
-                f"adds a mask's mark {facts.sentinel:.3g} to scores: in {fmt} the sum is -inf, and a row all masked gives NaN",
+                f"adds a mask's mark {facts.sentinel:.3g} to scores: in {fmt} a row of such sums is -inf and gives NaN",
             )  # fmt: skip
         if facts.is_marking and fmt.max < _END_OF_FP32 / 2:
             for maker in (graph[m] for m in facts.dtype_asked_of if m in graph.facts):

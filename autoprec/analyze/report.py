@@ -38,9 +38,9 @@ class SiteReport:
         site: with shapes and FLOPs.
         verdicts: by 16-bit format.
         max_abs: largest finite magnitude of its results in fp32; None where no values were seen.
-        errors: format → relative L2 error of its result when it runs low, its share of the roundings before it included;
-            infinite where the format gives infinities or NaN.  Absent where it wasn't measured.
-        gradient_errors: format → relative L2 error of the gradient of its parameters; see ``gradients=`` of ``analyze``.
+        errors: format → relative L2 error of its result when it runs low, with the roundings since the last matrix
+            product; infinite where the format gives infinities or NaN.  Absent where it wasn't measured.
+        gradient_errors: format → relative L2 error of its parameters' gradient; see ``gradients=`` of ``analyze``.
         producers: ids of the sites whose results it reads.
         consumers: ids of the sites that read its result.
     """
@@ -55,7 +55,7 @@ class SiteReport:
 
     @property
     def strictest(self) -> Verdict:
-        """The verdict that asks for most: of a format that needs fp32 here, and not by the op alone, if there is one."""
+        """The verdict that asks for most: fp32 before others, and what was found before op rules."""
         return max(self.verdicts.values(), key=lambda v: (v.tag == "fp32", v.source != "op"))
 
     @property

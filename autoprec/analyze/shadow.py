@@ -1,9 +1,9 @@
 """The values a model would have in a 16-bit format, computed beside the fp32 run.
 
-Each tensor that a low-precision site made has a shadow: its value with every rounding since the last matrix product, and
-its value with that product's rounding alone.  Comparing the two tells whether keeping the elementwise ops between in fp32
-would help.  Matrix products and fp32 ops start afresh from the real values, so that an error is charged where it is made,
-not to every site after it.  All shadows are stored in fp32: no op needs a 16-bit kernel for this.
+Each tensor that a low-precision site made has a shadow: its value with every rounding since the last matrix product,
+and its value with that product's rounding alone.  Comparing the two tells whether keeping the elementwise ops between
+in fp32 would help.  Matrix products and fp32 ops start afresh from the real values, so that an error is charged where it
+is made, not to every site after it.  All shadows are stored in fp32: no op needs a 16-bit kernel for this.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoprec.analyze.errors import relative_error, round_low
 from autoprec.analyze.facts import SiteFacts
 from autoprec.analyze.ops import SELECTIONS, SHAPES
-from autoprec.graph.dataflow import Step, TensorMap
+from autoprec.graph.dataflow import Step, TensorMap, replace_tensors, tensors
 from autoprec.rulebook import Rulebook
 
 #: Arguments an op writes beside its result, by position: a repeated call must write a copy.
@@ -226,13 +225,13 @@ class ShadowRun:
     def _repeat(self, step: Step, value: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """The call on other values of its tensors; what it writes is a copy."""
 
-        def substitute(v: Any) -> Any:
-            if not isinstance(v, torch.Tensor) or v.is_complex() or v.dtype == torch.float64:
+        def substitute(v: torch.Tensor) -> torch.Tensor:
+            if v.is_complex() or v.dtype == torch.float64:
                 return v
             return value(v) if v.is_floating_point() or self._shadows.get(v) is not None else v
 
-        args, kwargs = pytree.tree_map(substitute, (step.args, step.kwargs))
-        args = list(args)
+        args = list(replace_tensors(step.args, substitute))
+        kwargs = replace_tensors(step.kwargs, substitute)
         if step.writes:
             mine = self._shadows.get(step.args[0])
             args[0] = step.before.clone() if mine is None else value(step.args[0])  # type: ignore[union-attr]
@@ -246,10 +245,10 @@ class ShadowRun:
 
     def _pairs(self, step: Step, result: Any, floating: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(real, repeated) of the results that can be compared."""
-        real = [step.args[0]] if step.name == "__setitem__" else pytree.tree_leaves(step.out)
+        real = [step.args[0]] if step.name == "__setitem__" else step.outputs
         pairs = []
-        for r, low in zip(real, pytree.tree_leaves(result), strict=True):
-            if isinstance(r, torch.Tensor) and isinstance(low, torch.Tensor) and r.shape == low.shape:
+        for r, low in zip(real, tensors(result), strict=True):
+            if r.shape == low.shape:
                 is_float = r.dtype == torch.float32 and low.dtype == torch.float32
                 if is_float if floating else not (r.is_floating_point() or r.is_complex()):
                     pairs.append((r, low))

@@ -1,8 +1,8 @@
 """Follows values through a running model: every torch call in order, with the tensors it read and made.
 
-A recording (:mod:`autoprec.graph.record`) names the calls that are sites; the mode below it also sees those that aren't:
-integer arithmetic, ``x.T``, ``idx.view(-1)``, ``.item()``.  Tensors are told apart by identity, and nothing is kept alive:
-what is known of a tensor goes when the tensor goes.
+A recording (:mod:`autoprec.graph.record`) names the calls that are sites; the mode below it also sees those that
+aren't: integer arithmetic, ``x.T``, ``idx.view(-1)``, ``.item()``.  Tensors are told apart by identity, and nothing is
+kept alive: what is known of a tensor goes when the tensor goes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autoprec.frames.names import is_inplace
 from autoprec.graph.inputs import Run
@@ -28,10 +28,10 @@ from autoprec.rulebook.opnames import canonical_op
 #: Calls that draw random numbers: to be repeated they need the generator's state.
 RANDOM_OPS = frozenset({
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-    "native_dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "rand", "randn", "randint", "randperm",
-    "rand_like", "randn_like", "randint_like", "rrelu", "gumbel_softmax", "poisson", "binomial", "random", "cauchy",
-    "geometric", "log_normal", "scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh",
-    "rnn_relu", "fractional_max_pool2d", "fractional_max_pool3d",
+    "native_dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "rand", "randn", "randint",
+    "randperm", "rand_like", "randn_like", "randint_like", "rrelu", "gumbel_softmax", "poisson", "binomial", "random",
+    "cauchy", "geometric", "log_normal", "scaled_dot_product_attention", "multi_head_attention_forward", "lstm",
+    "gru", "rnn_tanh", "rnn_relu", "fractional_max_pool2d", "fractional_max_pool3d",
 })  # fmt: skip
 
 #: Explicit conversions: on an fp32 tensor they return the tensor itself, and the author's word would be lost.
@@ -47,9 +47,9 @@ _METADATA = frozenset({
     "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "ndimension", "element_size",
     "data_ptr", "storage_offset", "get_device", "__len__", "__hash__", "__format__", "__repr__", "is_signed",
     "untyped_storage", "is_same_size", "is_inference", "requires_grad_", "retain_grad", "register_hook",
-    "shape", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "layout",
-    "requires_grad", "grad_fn", "is_leaf", "itemsize", "nbytes", "is_nested", "is_sparse_csr", "is_xla", "is_xpu", "_base",
-    "_version", "names", "output_nr",
+    "shape", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_mps",
+    "layout", "requires_grad", "grad_fn", "is_leaf", "itemsize", "nbytes", "is_nested", "is_sparse_csr", "is_xla",
+    "is_xpu", "_base", "_version", "names", "output_nr",
 })  # fmt: skip
 
 #: Code that looks at tensors on its own account while a model is recorded.
@@ -87,17 +87,17 @@ class TensorMap(Generic[T]):
         return len(self._values)
 
 
-@dataclass(slots=True)
+@dataclass
 class Step:
     """One torch call.
 
     Args:
         site: the site it belongs to; None for a call that chooses no precision.
-        name: as spelled: ``add_``, ``__getitem__``; a property read is ``__get__`` with the property's name in ``attribute``.
+        name: as spelled: ``add_``, ``__getitem__``; a property read is ``__get__``.
         op: canonical name.
         func, args, kwargs: as called.
         out: what it returned.
-        attribute: of a property read.
+        attribute: name of the property read.
         before: the first argument as it was, of a call that writes it.
         random_state: of the generator before a call that draws from it.
         caller: names of the code object that made the call, for what only the author's spelling tells.
@@ -115,12 +115,12 @@ class Step:
     random_state: RandomState | None = None
     caller: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def inputs(self) -> list[torch.Tensor]:
         """Tensors among the arguments, of any dtype."""
-        return tensors((self.args, self.kwargs))
+        return [*tensors(self.args), *tensors(self.kwargs)]
 
-    @property
+    @cached_property
     def outputs(self) -> list[torch.Tensor]:
         """Tensors in the result, of any dtype."""
         return tensors(self.out)
@@ -167,8 +167,36 @@ class _replayed:  # noqa: N801 (a context manager, read as a verb)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a structure."""
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    """The tensors in the arguments or the result of a call."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in tuples, lists, dicts and slices, in order."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    elif isinstance(tree, slice):
+        yield from (tree.start, tree.stop, tree.step)
+    else:
+        yield tree
+
+
+def replace_tensors(tree: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with ``value(t)`` for each tensor in it."""
+    if isinstance(tree, torch.Tensor):
+        return value(tree)
+    if isinstance(tree, (tuple, list)):
+        items = [replace_tensors(item, value) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: replace_tensors(item, value) for key, item in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(replace_tensors(item, value) for item in (tree.start, tree.stop, tree.step)))
+    return tree
 
 
 def follow(model: nn.Module, run: Run, see: Callable[[Step], None], grad: bool = False) -> Recording:
@@ -236,7 +264,9 @@ class _Watcher(TorchFunctionMode):
         """Shows the call that waits for its name; none comes any more."""
         step, self._pending = self._pending, None
         if step is not None:
-            self._see(step)
+            # What the watching computes is no part of the model.
+            with torch._C.DisableTorchFunction():
+                self._see(step)
 
 
 def _is_bookkeeping(frame: FrameType) -> bool:
