@@ -12,9 +12,11 @@ A backend never replaces a module: a site's forward calls ``linear`` with the mo
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from autoprec.plan import Formats, Mode
 from autoprec.recipes import Recipe
 
 Answer = tuple[bool, str]
+#: FP8 tensor cores read both operands in pieces of 16 bytes.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,14 @@ class Backend:
         raise NotImplementedError
 
 
+def first_refusal(gemm: Gemm, checks: tuple[Callable[[Gemm], str], ...], otherwise: str) -> Answer:
+    """No with the first reason that isn't empty, or yes with ``otherwise``; a check may rely on those before it."""
+    for check in checks:
+        if reason := check(gemm):
+            return False, reason
+    return True, otherwise
+
+
 def refuse_op(gemm: Gemm) -> str:
     """Why this isn't a linear layer that a scaled GEMM computes; empty if it is."""
     if gemm.op != "linear":
@@ -124,3 +136,19 @@ def refuse_op(gemm: Gemm) -> str:
     if gemm.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"takes fp32, fp16 or bf16 activations, not {str(gemm.dtype).removeprefix('torch.')}"
     return ""
+
+
+def refuse_shape(gemm: Gemm) -> str:
+    """Why FP8 hardware can't multiply these shapes; tokens are free, since a kernel can pad them with zeros."""
+    for name, size in zip(("out_features", "in_features"), gemm.weight_shape, strict=True):
+        if size % ALIGNMENT:
+            return f"{name}={size} isn't a multiple of {ALIGNMENT}"
+    return "" if gemm.rows else "the input is empty"
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """For a kernel's body: an outer autocast would round its fp32 product to 16 bit before it is scaled."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()

@@ -5,13 +5,12 @@ It predicts the loss, not the speed.  What differs from real hardware is the ord
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, refuse_op
+from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, no_autocast, refuse_op
 from autoprec.backends.operands import GemmName, Role, is_shared, multiply, quantize_operand, transpose
 from autoprec.formats.quantize import Quantized
 from autoprec.recipes import DelayedRecipe
@@ -46,7 +45,7 @@ class _EmulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        with _no_autocast(x):
+        with no_autocast(x):
             rows = x.reshape(-1, x.shape[-1])
             output = multiply(_quantize(rows, spec, "input", "output"), _quantize(weight, spec, "weight", "output"))
             if bias is not None:
@@ -63,7 +62,7 @@ class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        with _no_autocast(x):
+        with no_autocast(x):
             grad_rows = grad.reshape(-1, grad.shape[-1])
             grad_input, grad_weight = _gradients(
                 grad_rows, x.reshape(-1, x.shape[-1]), weight, ctx.spec, ctx.needs_input_grad
@@ -122,11 +121,3 @@ def _is_high_precision(spec: LinearSpec, gemm: GemmName) -> bool:
     if getattr(spec.recipe, "backward", "quantized") == "high_precision":
         return True
     return gemm == "grad_weight" and getattr(spec.recipe, "grad_weight", "quantized") == "high_precision"
-
-
-def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """An outer autocast would round the product to 16 bit before it is scaled."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()

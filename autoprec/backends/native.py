@@ -17,12 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, refuse_op
+from autoprec.backends.base import (
+    ALIGNMENT,
+    Answer,
+    Backend,
+    Gemm,
+    LinearSpec,
+    first_refusal,
+    no_autocast,
+    refuse_op,
+    refuse_shape,
+)
 from autoprec.errors import BackendError
 from autoprec.formats import get_format, scales
 from autoprec.recipes import CurrentRecipe, RowwiseRecipe
-
-_ALIGNMENT = 16
 
 
 class NativeBackend(Backend):
@@ -42,15 +50,11 @@ class NativeBackend(Backend):
         return True, ""
 
     def supports(self, gemm: Gemm) -> Answer:
-        checks = (
-            refuse_op(gemm),
-            _refuse_recipe(gemm),
-            _refuse_formats(gemm),
-            _refuse_shape(gemm),
-            _refuse_device(gemm),
+        return first_refusal(
+            gemm,
+            (refuse_op, _refuse_recipe, _refuse_formats, refuse_shape, _refuse_device),
+            "scaled FP8 matrix product",
         )
-        reason = next((reason for reason in checks if reason), "")
-        return not reason, reason or "scaled FP8 matrix product"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         output = _NativeLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, spec)
@@ -72,12 +76,13 @@ class _NativeLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         ctx.spec, ctx.dtype, ctx.bias_dtype = spec, x.dtype, None if bias is None else bias.dtype
-        codes = _encode(x, spec.formats.input, spec)
         output_dtype = spec.output_dtype or x.dtype
         # The kernel adds a 16-bit bias before it rounds; an fp32 one it doesn't take on CUDA.
         fused = None if bias is None or output_dtype == torch.float32 else bias.to(output_dtype)
-        weight_codes = _encode(weight, spec.formats.weight, spec)
-        output = _multiply(codes, weight_codes, output_dtype, fast=_recipe(spec).fast_output, bias=fused)
+        with no_autocast(x):
+            codes = _encode(x, spec.formats.input, spec)
+            weight_codes = _encode(weight, spec.formats.weight, spec)
+            output = _multiply(codes, weight_codes, output_dtype, fast=_recipe(spec).fast_output, bias=fused)
         if isinstance(spec.recipe, CurrentRecipe) and spec.recipe.backward == "quantized":
             ctx.save_for_backward(codes.data, codes.scale_inv, weight)  # a byte a number instead of two or four
         else:
@@ -87,15 +92,16 @@ class _NativeLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         saved, scale_inv, weight = ctx.saved_tensors
-        spec, dtype = ctx.spec, ctx.dtype
+        x = saved if scale_inv is None else _Codes(saved, scale_inv)
+        needed = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(grad, weight, spec, dtype)
-        if ctx.needs_input_grad[1]:
-            x = saved if scale_inv is None else _Codes(saved, scale_inv)
-            grad_weight = _grad_weight(grad, x, spec, weight.dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.to(torch.float32).sum(0).to(ctx.bias_dtype)
+        with no_autocast(grad):
+            if needed[0]:
+                grad_input = _grad_input(grad, weight, ctx.spec, ctx.dtype)
+            if needed[1]:
+                grad_weight = _grad_weight(grad, x, ctx.spec, weight.dtype)
+            if needed[2] and ctx.bias_dtype is not None:
+                grad_bias = grad.to(torch.float32).sum(0).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -159,7 +165,7 @@ def _multiply(a: _Codes, b: _Codes, dtype: torch.dtype, *, fast: bool, bias: Ten
 
 def _pad_rows(x: Tensor) -> Tensor:
     """Zero rows up to a multiple of 16; they add nothing to a product that contracts them."""
-    missing = -x.shape[0] % _ALIGNMENT
+    missing = -x.shape[0] % ALIGNMENT
     if not missing:
         return x
     if x.dtype.itemsize > 1:
@@ -194,16 +200,6 @@ def _refuse_formats(gemm: Gemm) -> str:
     for product, names in pairs.items():
         if names == ("fp8_e5m2", "fp8_e5m2"):
             return f"no kernel multiplies e5m2 by e5m2, as {product} would"
-    return ""
-
-
-def _refuse_shape(gemm: Gemm) -> str:
-    features = dict(zip(("out_features", "in_features"), gemm.weight_shape, strict=True))
-    for name, size in features.items():
-        if size % _ALIGNMENT:
-            return f"{name}={size} isn't a multiple of {_ALIGNMENT}"
-    if gemm.rows == 0:
-        return "the input is empty"
     return ""
 
 

@@ -14,7 +14,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, refuse_op
+from autoprec.backends.base import (
+    Answer,
+    Backend,
+    Gemm,
+    LinearSpec,
+    first_refusal,
+    no_autocast,
+    refuse_op,
+    refuse_shape,
+)
 from autoprec.errors import BackendError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
@@ -53,18 +62,18 @@ class TorchaoBackend(Backend):
         return True, ""
 
     def supports(self, gemm: Gemm) -> Answer:
-        checks = (refuse_op(gemm), _refuse_recipe(gemm), _refuse_shape(gemm), _refuse_device(gemm))
-        reason = next((reason for reason in checks if reason), "")
-        if reason:
-            return False, reason
-        self._prepare(gemm.recipe, gemm.device)
-        return True, f"torchao's {_recipe_name(gemm.recipe)}"
+        checks = (refuse_op, _refuse_recipe, refuse_shape, _refuse_device)
+        answer = first_refusal(gemm, checks, f"torchao's {_recipe_name(gemm.recipe)}")
+        if answer[0]:
+            self._prepare(gemm.recipe, gemm.device)
+        return answer
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         kernel = self._kernels.get(_key(spec.recipe, x.device))
         if kernel is None:
             kernel = self._prepare(spec.recipe, x.device)
-        output = kernel.function.apply(x, weight.t(), kernel.mm_config, kernel.config)
+        with no_autocast(x):
+            output = kernel.function.apply(x, weight.t(), kernel.mm_config, kernel.config)
         output = output.to(spec.output_dtype or x.dtype)
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -131,13 +140,6 @@ def _refuse_recipe(gemm: Gemm) -> str:
         grad_output=gemm.formats.grad_output if gemm.mode == "training" else wanted.grad_output,
     )
     return "" if used == wanted else f"torchao's {name} has the formats {wanted}, not {used}"
-
-
-def _refuse_shape(gemm: Gemm) -> str:
-    for name, size in zip(("out_features", "in_features"), gemm.weight_shape, strict=True):
-        if size % 16:
-            return f"{name}={size} isn't a multiple of 16"
-    return "" if gemm.rows else "the input is empty"
 
 
 def _refuse_device(gemm: Gemm) -> str:
