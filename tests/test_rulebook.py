@@ -42,6 +42,15 @@ def test_shipped_rules_load():
     assert rulebook.rule_for("an op that nobody names").kind == "follow"
 
 
+def test_the_documented_example_loads(write):
+    import textwrap
+
+    example = textwrap.dedent(load_rulebook.__doc__.split("for example::")[1].split("Args:")[0])
+    rulebook = load_rulebook(write(example))
+    assert rulebook.plan_rules[0].match == ("head", "blocks.*.attn::softmax")
+    assert rulebook.rule_for("cumsum").kind == "follow"
+
+
 def test_user_op_rule_wins_and_later_file_wins(write):
     first = write(OP.format(name="softmax", kind="low"), "first.toml")
     second = write(OP.format(name="softmax", kind="follow"), "second.toml")

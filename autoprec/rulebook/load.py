@@ -26,6 +26,18 @@ class HasAliases(Protocol):
 def load_rulebook(*user_files: str | os.PathLike[str]) -> Rulebook:
     """The shipped rules, overridden by these files; a later file wins.
 
+    A file of one's own says, for example::
+
+        [[site]]                      # a place in the model: goes first in the plan
+        match = ["head", "blocks.*.attn::softmax"]
+        format = "fp32"               # or input, weight and grad_output, each with its own
+        why = "the head's loss moves at bf16"
+
+        [[op]]                        # an op wherever it is called
+        names = ["cumsum"]
+        kind = "follow"
+        why = "our sums are short"
+
     Args:
         user_files: TOML files with ``[[op]]``, ``[[site]]``, ``[[family]]`` and ``[[scaler]]`` tables.
 
