@@ -168,8 +168,9 @@ def max_abs(tensor: torch.Tensor) -> float:
 
 
 def _squares(step: Step) -> bool:
-    if step.op in ("square",):
+    if step.op == "square":
         return True
     if step.op == "pow":
-        return 2 in step.args[1:] or step.kwargs.get("exponent") == 2
+        exponents = [*step.args[1:], step.kwargs.get("exponent")]
+        return any(isinstance(e, (int, float)) and e == 2 for e in exponents)
     return step.op == "mul" and len(step.args) == 2 and step.args[0] is step.args[1]

@@ -57,7 +57,10 @@ class RangeJudge:
         bound = self._bound(facts, MAX_ERROR)
         if outcome.low <= bound:
             return False
-        self._blame(facts, outcome, bound)
+        if outcome.unrounded <= bound or _is_curable(outcome, bound):
+            self._keep(facts.site.id, self._what(facts, outcome))
+        if outcome.unrounded > bound:
+            self._blame(facts, outcome, bound)
         return True
 
     def _judge_wide(self, facts: SiteFacts, outcome: Outcome) -> bool:
@@ -67,13 +70,9 @@ class RangeJudge:
         return True
 
     def _blame(self, facts: SiteFacts, outcome: Outcome, bound: float) -> None:
+        """Charges the sites that made what this one reads: those between, if that helps, else the products."""
         where = f"the {facts.op} at {facts.site.id}"
-        curable = outcome.wide <= bound or outcome.wide < outcome.low / 4
-        mine = facts.site.id
-        if curable and self._kinds.get(facts.op, "follow") not in ("fp32", "low"):
-            self._keep(mine, self._what(facts, outcome))
-        culprits = outcome.chain if curable else outcome.roots
-        for culprit in culprits:
+        for culprit in outcome.chain if _is_curable(outcome, bound) else outcome.roots:
             self._keep(culprit, f"{self._fmt} rounds what it makes, and {where} turns that into {_wrong(outcome.low)}")
 
     def _what(self, facts: SiteFacts, outcome: Outcome) -> str:
@@ -93,6 +92,11 @@ class RangeJudge:
 
     def _keep(self, site_id: str, reason: str) -> None:
         self._findings.keep(site_id, self._fmt.name, "range", reason)
+
+
+def _is_curable(outcome: Outcome, bound: float) -> bool:
+    """Whether fp32 between the matrix products and here would help."""
+    return outcome.wide <= bound or outcome.wide < outcome.low / 4
 
 
 def _percent(error: float) -> str:

@@ -2,7 +2,7 @@
 
 Each tensor that a low-precision site made has a shadow: its value with every rounding since the last matrix product,
 and its value with that product's rounding alone.  Comparing the two tells whether keeping the elementwise ops between
-in fp32 would help.  Matrix products and fp32 ops start afresh from the real values, so that an error is charged where it
+in fp32 would help.  Matrix products and fp32 ops start afresh from the real values: an error is charged where it
 is made, not to every site after it.  All shadows are stored in fp32: no op needs a 16-bit kernel for this.
 """
 
@@ -50,11 +50,13 @@ class Outcome:
 
     Args:
         low: error of the result with all roundings.
+        unrounded: error with all roundings but the result's own.
         wide: error with the matrix products' roundings alone; NaN where it wasn't computed.
         chain, roots: see :class:`Shadow`; what the result is made of.
     """
 
     low: float
+    unrounded: float
     wide: float
     chain: frozenset[str]
     roots: frozenset[str]
@@ -134,7 +136,7 @@ class ShadowRun:
         error = _worst(pairs)
         facts.errors[self.name] = max(facts.errors.get(self.name, 0.0), error)
         above = [s for s in map(self._shadows.get, step.inputs) if s is not None]
-        if self._judge(facts, _outcome(error, math.nan, above)) or is_kept:
+        if self._judge(facts, _outcome(error, math.nan, math.nan, above)) or is_kept:
             return self._forget(step)
         for real, low in pairs:
             self._shadows[real] = Shadow(low, low, True, frozenset(), me)
@@ -147,7 +149,7 @@ class ShadowRun:
         if above and lows:
             error = _worst(lows)
             wides = self._pairs(step, self._repeat(step, self._wide)) if error > _NOTABLE and _differ(above) else lows
-            self._judge(facts, _outcome(error, _worst(wides), above))
+            self._judge(facts, _outcome(error, error, _worst(wides), above))
         self._forget(step)
 
     def _following(self, step: Step, facts: SiteFacts | None, is_kept: bool, to_destination: bool) -> None:
@@ -165,10 +167,12 @@ class ShadowRun:
         lows = wides = self._pairs(step, result)
         if rounds or _differ(above):
             wides = self._pairs(step, self._repeat(step, self._wide))
+        unrounded = _worst(lows)
         if rounds:
             lows = [(real, self._round_result(step, low)) for real, low in lows]
         if facts is not None and lows and step.op not in SHAPES:
-            outcome = _outcome(_worst(lows), _worst(wides), above)
+            low = _worst(lows) if rounds else unrounded
+            outcome = _outcome(low, unrounded, _worst(wides), above)
             if is_low:
                 facts.errors[self.name] = max(facts.errors.get(self.name, 0.0), outcome.low)
             if self._judge(facts, outcome):
@@ -278,5 +282,5 @@ def _worst(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return max((relative_error(low, real) for real, low in pairs), default=0.0)
 
 
-def _outcome(low: float, wide: float, above: list[Shadow]) -> Outcome:
-    return Outcome(low, wide, _union(s.chain for s in above), _union(s.roots for s in above))
+def _outcome(low: float, unrounded: float, wide: float, above: list[Shadow]) -> Outcome:
+    return Outcome(low, unrounded, wide, _union(s.chain for s in above), _union(s.roots for s in above))

@@ -53,7 +53,13 @@ _METADATA = frozenset({
 })  # fmt: skip
 
 #: Code that looks at tensors on its own account while a model is recorded.
-_BOOKKEEPERS = ("autoprec.graph.record", "autoprec.graph.flops", "torch.utils.flop_counter", "torch.utils._pytree")
+_BOOKKEEPERS = (
+    "autoprec.graph.record",
+    "autoprec.graph.flops",
+    "autoprec.frames.outputs",
+    "torch.utils.flop_counter",
+    "torch.utils._pytree",
+)
 
 T = TypeVar("T")
 
