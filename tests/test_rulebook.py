@@ -245,7 +245,7 @@ def test_short_model_keeps_no_block_and_cnn_keeps_first_and_last():
     classes = {"": "Net", "c": "Sequential", "c.0": "Conv2d", "c.1": "BatchNorm2d", "c.2": "Conv2d", "fc": "Linear"}
     sites = [
         Site(module="c.0", op="conv2d", leaf=True),
-        Site(module="c.1", op="batch_norm", leaf=True),
+        Site(module="c.1", op="instance_norm", leaf=True),
         Site(module="c.2", op="conv2d", leaf=True),
         linear("fc"),
     ]

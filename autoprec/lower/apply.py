@@ -103,6 +103,7 @@ class FrameBuilder:
 def mechanics(rulebook: Rulebook) -> dict[str, Choice]:
     """What an op needs whatever the plan says: one dtype for its arguments, range kept, wide positions."""
     choices = {op: Choice("range") for op in NUMBER_OPS}
+    choices["batch_norm"] = Choice("statistics")
     for op, rule in rulebook.ops.items():
         if rule.kind == "fixed":
             choices[op] = Choice(rule.dtype or "widest")

@@ -84,6 +84,21 @@ class CastAround:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepStatistics:
+    """Batch norm as its input comes: the kernel computes in fp32, if statistics and parameters are fp32 or like the input.
+
+    Any other mixture (a model moved to 16 bit after conversion) runs in fp32, with the statistics copied back.
+    """
+
+    def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
+        given = list(floats((*args, *kwargs.values())))
+        parameters = {t.dtype for t in given[1:]}
+        if parameters <= {torch.float32} or parameters == {given[0].dtype}:
+            return func(*args, **kwargs)
+        return CastAround(torch.float32, WRITTEN["batch_norm"])(func, args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
 class CastToDestination:
     """Arguments take the dtype of the first one, which the call writes or which sets the result's dtype."""
 

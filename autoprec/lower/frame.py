@@ -19,7 +19,7 @@ class Choice(NamedTuple):
 
     Args:
         kind: ``cast`` (all arguments in ``formats.input``), ``gemm`` (formats by role), ``widest``, ``destination``,
-            ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``.
+            ``statistics``, ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``.
         formats: for ``cast`` and ``gemm``.
         backend: the backend that takes a ``gemm`` of fewer than 16 bits; empty if none does.
     """
@@ -108,6 +108,8 @@ def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> A
         return casts.KeepRange(inplace=is_inplace(name))
     if choice.kind == "factory":
         return casts.WideFactory()
+    if choice.kind == "statistics":
+        return casts.KeepStatistics()
     if choice.kind == "destination" or is_inplace(name):
         return casts.CastToDestination()
     if choice.kind == "widest":
