@@ -28,7 +28,7 @@ class Target:
         low_format: the 16-bit format of O1: ``bf16`` where it is fast, else ``fp16``, else ``fp32``.
         peaks_flops: dense multiply-adds times two per second, by format; unknown is absent.
         bandwidth_bytes_per_s: of the device's main memory; None if unknown.
-        memory_bytes: of the device; None if unknown. A datasheet's GB are read as 10^9 bytes, which is on the safe side.
+        memory_bytes: of the device; None if unknown. A datasheet's GB are read as 10^9 bytes, the safe side.
         alignment: by format, the number that a GEMM's dimensions must be (fp8, block formats) or had better be (16 bit)
             a multiple of.
         backends: that exist for the device, in order of preference.
