@@ -137,7 +137,7 @@ def _probe_cpu() -> Target:
     fp32 = peaks.peaks_flops["fp32"]
     fast = tuple(name for name in formats[1:] if peaks.peaks_flops.get(name, 0.0) * FAST_SHARE >= fp32)
     return Target(
-        name="cpu",
+        name=_cpu_name(flags) if "bf16" in fast else "cpu",
         title=model,
         kind="cpu",
         formats=(*fast, "fp32"),
@@ -150,6 +150,12 @@ def _probe_cpu() -> Target:
         sources=_sources(peaks, f"{torch.get_num_threads()} threads"),
         measured=True,
     )
+
+
+def _cpu_name(flags: frozenset[str]) -> str:
+    """The shipped CPU target that asks for the most of these flags, so that a plan says what it was made for."""
+    fitting = [t for t in list_targets() if t.kind == "cpu" and flags.issuperset(t.cpu_flags)]
+    return max(fitting, key=lambda t: len(t.cpu_flags)).name
 
 
 def _probe_gpu() -> Target:

@@ -21,7 +21,7 @@ class Target:
     """One device.
 
     Args:
-        name: ``h100``; of a probed device its own name.
+        name: ``h100``; of a probed device the shipped target that fits it, else its own name.
         title: the exact product, for a reader.
         kind: how torch reaches it.
         formats: those that run at native speed, the fastest that training can use first.
