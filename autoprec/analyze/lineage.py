@@ -86,7 +86,8 @@ class Lineages:
 
     def _upcast(self, step: Step, inputs: list[Lineage]) -> bool:
         if step.op in CASTS:
-            return is_explicit_upcast(step) or any(i.upcast for i in inputs)
+            ends = step.op == "type_as" or _names_dtype(step)
+            return is_explicit_upcast(step) or (not ends and any(i.upcast for i in inputs))
         if step.op in GEMM_OPS or step.op in COMPARISONS:
             return False
         floats = [self.of(t) for t in step.inputs if t.is_floating_point() and not isinstance(t, nn.Parameter)]
@@ -102,20 +103,16 @@ class Lineages:
 
 
 def is_explicit_upcast(step: Step) -> bool:
-    """Whether a cast is the author's wish for fp32, not a cast back to the dtype some tensor had.
+    """Whether a cast is the author's wish for fp32, not a cast back to the dtype that some tensor had.
 
-    In an fp32 model ``x.to(torch.float32)`` and ``x.to(dtype_of_the_input)`` are the same call; the code that makes it
-    tells them apart: it names ``float32`` and reads no ``dtype``.
+    In an fp32 model ``x.to(torch.float32)`` and ``x.to(dtype_of_the_input)`` are the same call: the source tells them
+    apart.
     """
-    if step.op in ("float", "double"):
-        return True
-    if not any(v in (torch.float32, torch.float64) for v in (*step.args[1:], *step.kwargs.values()) if _is_dtype(v)):
-        return False
-    return "float32" in step.caller and "dtype" not in step.caller
+    return step.op in ("float", "double") or (_names_dtype(step) and "float32" in step.written)
 
 
-def _is_dtype(value: object) -> bool:
-    return isinstance(value, torch.dtype)
+def _names_dtype(step: Step) -> bool:
+    return any(isinstance(v, torch.dtype) for v in (*step.args[1:], *step.kwargs.values()))
 
 
 def numbers(step: Step) -> list[float]:

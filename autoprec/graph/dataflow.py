@@ -7,12 +7,14 @@ kept alive: what is known of a tensor goes when the tensor goes.
 
 from __future__ import annotations
 
+import linecache
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from types import CodeType, FrameType
+from itertools import islice
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -106,7 +108,7 @@ class Step:
         attribute: name of the property read.
         before: the first argument as it was, of a call that writes it.
         random_state: of the generator before a call that draws from it.
-        caller: names of the code object that made the call, for what only the author's spelling tells.
+        written: the arguments of a cast as the author wrote them; empty where the source isn't at hand.
     """
 
     site: Site | None
@@ -119,7 +121,7 @@ class Step:
     attribute: str = ""
     before: torch.Tensor | None = None
     random_state: RandomState | None = None
-    caller: frozenset[str] = frozenset()
+    written: str = ""
 
     @cached_property
     def inputs(self) -> list[torch.Tensor]:
@@ -253,7 +255,7 @@ class _Watcher(TorchFunctionMode):
             step.random_state = RandomState(step.inputs)
         step.out = func(*args, **kwargs)
         if step.op in CASTS:
-            step.caller = _caller_names()
+            step.written = _written_arguments(name)
             if self._alias_casts and isinstance(step.out, torch.Tensor) and step.out is args[0]:
                 # The same object can't be both the rounded value and the author's fp32 copy of it.
                 step.out = step.out.view_as(step.out)
@@ -290,17 +292,18 @@ def _writes(step: Step) -> bool:
     return step.op in _INPLACE_FLAG and step.args[-1] is True
 
 
-def _caller_names() -> frozenset[str]:
-    """Names used in the nearest code outside torch and this package."""
-    for code in _callers():
-        return frozenset(code.co_names)
-    return frozenset()
-
-
-def _callers() -> Iterator[CodeType]:
+def _written_arguments(name: str) -> str:
+    """Source text of the arguments of the call of ``.name(…)`` that the nearest user code is in."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "autoprec.")) and module != "torch":
-            yield frame.f_code
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "autoprec.")):
         frame = frame.f_back
+    if frame is None:
+        return ""
+    first, last, start, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    if first is None or last is None or start is None or end is None:
+        return ""
+    lines = [linecache.getline(frame.f_code.co_filename, n).encode() for n in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]  # before the front is cut: it may be the same line; columns are in bytes
+    lines[0] = lines[0][start:]
+    _, call, arguments = b"".join(lines).decode(errors="replace").rpartition(f".{name}(")
+    return arguments if call else ""
