@@ -27,6 +27,9 @@ from autoprec.recipes import Recipe
 Answer = tuple[bool, str]
 #: FP8 tensor cores read both operands in pieces of 16 bytes.
 ALIGNMENT = 16
+_FP8_CAPABILITY = (8, 9)
+#: MI300's FP8 is the fnuz variant alone, MI355's the one everybody else has.
+_ROCM_FORMATS = {"gfx942": ("fp8_e4m3fnuz",), "gfx950": ("fp8_e4m3", "fp8_e5m2")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +147,37 @@ def refuse_shape(gemm: Gemm) -> str:
         if size % ALIGNMENT:
             return f"{name}={size} isn't a multiple of {ALIGNMENT}"
     return "" if gemm.rows else "the input is empty"
+
+
+def refuse_device(gemm: Gemm) -> str:
+    """Why the device has no FP8 product; a CPU's is emulated by torch, and a meta tensor has no device yet."""
+    if gemm.device.type in ("cpu", "meta"):
+        return ""
+    if gemm.device.type != "cuda":
+        return f"needs a CUDA or ROCm device, not {gemm.device.type}"
+    properties = torch.cuda.get_device_properties(gemm.device)
+    architecture = properties.gcnArchName.partition(":")[0] if torch.version.hip else ""
+    return fp8_refusal((properties.major, properties.minor), architecture, gemm.used_formats)
+
+
+def fp8_refusal(capability: tuple[int, int], architecture: str, formats: tuple[str, ...]) -> str:
+    """Why a GPU can't multiply these FP8 formats.
+
+    Args:
+        capability: CUDA's compute capability.
+        architecture: AMD's, e.g. ``gfx942``; empty on CUDA.
+        formats: names; those that aren't FP8 are passed over.
+    """
+    if architecture:
+        allowed = _ROCM_FORMATS.get(architecture)
+        if allowed is None:
+            return f"needs an MI300 or newer, not {architecture}"
+    elif capability < _FP8_CAPABILITY:
+        return f"needs compute capability 8.9 or newer, not {capability[0]}.{capability[1]}"
+    else:
+        allowed = ("fp8_e4m3", "fp8_e5m2")
+    wrong = [name for name in formats if name.startswith("fp8_") and name not in allowed]
+    return f"{architecture or 'CUDA'} multiplies {' and '.join(allowed)}, not {wrong[0]}" if wrong else ""
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -9,11 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, no_autocast, refuse_op
+from autoprec.backends.base import (
+    Answer,
+    Backend,
+    Gemm,
+    LinearSpec,
+    first_refusal,
+    no_autocast,
+    refuse_device,
+    refuse_op,
+)
 from autoprec.backends.operands import GemmName, Role, is_shared, multiply, quantize_operand, transpose
+from autoprec.formats import get_format
 from autoprec.formats.quantize import Quantized
-from autoprec.recipes import DelayedRecipe
+from autoprec.recipes import DelayedRecipe, family_of
 
 
 class EmulatedBackend(Backend):
@@ -26,18 +37,29 @@ class EmulatedBackend(Backend):
         return True, "runs wherever torch does"
 
     def supports(self, gemm: Gemm) -> Answer:
-        reason = refuse_op(gemm)
-        if not reason and isinstance(gemm.recipe, DelayedRecipe):
-            reason = "recipe 'delayed' keeps state from step to step, which emulation doesn't; use 'current'"
-        return not reason, reason or "rounds the operands exactly and multiplies in fp32"
+        return first_refusal(gemm, (refuse_op, _refuse_recipe), "rounds the operands exactly and multiplies in fp32")
 
     def wanted(self, gemm: Gemm) -> Answer:
-        if gemm.device.type == "cuda" and torch.cuda.get_device_capability(gemm.device) >= (8, 9):
-            return False, "slower than 16 bit on a device that has kernels of its own; name it to have it"
+        if gemm.device.type == "cuda" and not refuse_device(gemm):
+            blackwell = not torch.version.hip and torch.cuda.get_device_capability(gemm.device) >= (10, 0)
+            if blackwell or not any(family_of(name) in ("mxfp8", "nvfp4") for name in gemm.used_formats):
+                return False, "slower than 16 bit on a device with kernels for these formats; name it to have it"
         return True, ""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         return _EmulatedLinear.apply(x, weight, bias, spec)
+
+
+def _refuse_recipe(gemm: Gemm) -> str:
+    recipe = gemm.recipe
+    if isinstance(recipe, DelayedRecipe):
+        return "recipe 'delayed' keeps state from step to step, which emulation doesn't; use 'current'"
+    for name in gemm.used_formats:
+        if recipe is None and get_format(name).is_scaled:
+            return f"format {name!r} has scales, so that it needs a recipe"
+        if recipe is not None and family_of(name) not in (None, recipe.family):
+            return f"recipe {recipe.name!r} scales {recipe.family}, not {name}"
+    return ""
 
 
 class _EmulatedLinear(torch.autograd.Function):
@@ -60,6 +82,7 @@ class _EmulatedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         with no_autocast(x):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autoprec.backends.base import (
     ALIGNMENT,
@@ -25,6 +26,7 @@ from autoprec.backends.base import (
     LinearSpec,
     first_refusal,
     no_autocast,
+    refuse_device,
     refuse_op,
     refuse_shape,
 )
@@ -52,7 +54,7 @@ class NativeBackend(Backend):
     def supports(self, gemm: Gemm) -> Answer:
         return first_refusal(
             gemm,
-            (refuse_op, _refuse_recipe, _refuse_formats, refuse_shape, _refuse_device),
+            (refuse_op, _refuse_recipe, _refuse_formats, refuse_shape, refuse_device),
             "scaled FP8 matrix product",
         )
 
@@ -90,6 +92,7 @@ class _NativeLinear(torch.autograd.Function):
         return output if bias is None or fused is not None else output + bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         saved, scale_inv, weight = ctx.saved_tensors
         x = saved if scale_inv is None else _Codes(saved, scale_inv)
@@ -201,22 +204,3 @@ def _refuse_formats(gemm: Gemm) -> str:
         if names == ("fp8_e5m2", "fp8_e5m2"):
             return f"no kernel multiplies e5m2 by e5m2, as {product} would"
     return ""
-
-
-def _refuse_device(gemm: Gemm) -> str:
-    formats, kind = gemm.used_formats, gemm.device.type
-    if kind in ("cpu", "meta"):
-        return ""
-    if kind != "cuda":
-        return f"needs a CUDA or ROCm device, not {kind}"
-    properties = torch.cuda.get_device_properties(gemm.device)
-    if torch.version.hip:
-        architecture = properties.gcnArchName.partition(":")[0]
-        allowed = {"gfx942": ("fp8_e4m3fnuz",), "gfx950": ("fp8_e4m3", "fp8_e5m2")}.get(architecture)
-        if allowed is None:
-            return f"needs an MI300 or newer, not {architecture}"
-        wrong = [name for name in formats if name.startswith("fp8_") and name not in allowed]
-        return f"{architecture} multiplies {' and '.join(allowed)}, not {wrong[0]}" if wrong else ""
-    if (properties.major, properties.minor) < (8, 9):
-        return f"needs compute capability 8.9 or newer, not {properties.major}.{properties.minor}"
-    return "CUDA has no kernel for fp8_e4m3fnuz" if "fp8_e4m3fnuz" in formats else ""

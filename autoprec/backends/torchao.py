@@ -21,6 +21,7 @@ from autoprec.backends.base import (
     LinearSpec,
     first_refusal,
     no_autocast,
+    refuse_device,
     refuse_op,
     refuse_shape,
 )
@@ -62,7 +63,7 @@ class TorchaoBackend(Backend):
         return True, ""
 
     def supports(self, gemm: Gemm) -> Answer:
-        checks = (refuse_op, _refuse_recipe, refuse_shape, _refuse_device)
+        checks = (refuse_op, _refuse_recipe, refuse_shape, refuse_device)
         answer = first_refusal(gemm, checks, f"torchao's {_recipe_name(gemm.recipe)}")
         if answer[0]:
             self._prepare(gemm.recipe, gemm.device)
@@ -140,14 +141,3 @@ def _refuse_recipe(gemm: Gemm) -> str:
         grad_output=gemm.formats.grad_output if gemm.mode == "training" else wanted.grad_output,
     )
     return "" if used == wanted else f"torchao's {name} has the formats {wanted}, not {used}"
-
-
-def _refuse_device(gemm: Gemm) -> str:
-    if gemm.device.type in ("cpu", "meta"):
-        return ""
-    if gemm.device.type != "cuda":
-        return f"needs a CUDA or ROCm device, not {gemm.device.type}"
-    capability = torch.cuda.get_device_capability(gemm.device)
-    if capability < (8, 9):
-        return f"needs compute capability 8.9 or newer, not {capability[0]}.{capability[1]}"
-    return ""

@@ -292,6 +292,10 @@ REFUSALS = [
     ),
     Refusal({"native": "not None", "torchao": "which None isn't"}, recipe=None),
     Refusal({"native": "backward='dequantized'", "torchao": "isn't"}, recipe=CurrentRecipe(backward="dequantized")),
+    Refusal(
+        {"emulated": "format 'nvfp4' has scales, so that it needs a recipe"}, formats=Formats.all("nvfp4"), recipe=None
+    ),
+    Refusal({"emulated": "recipe 'mxfp8' scales mxfp8, not fp8_e4m3"}, recipe=MXFP8Recipe()),
     Refusal({"emulated": "recipe 'delayed' keeps state", "native": "'delayed'"}, recipe=DelayedRecipe()),
     Refusal({"torchao": "rowwise has the formats fp8_e4m3, not fp8_e4m3/fp8_e4m3/fp8_e5m2"}, recipe=RowwiseRecipe()),
 ]
