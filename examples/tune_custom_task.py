@@ -57,9 +57,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("-o", "--output", default="runs/waves")
     arguments = parser.parse_args()
-    result = autoprec.tune(task, trials=arguments.trials, output=arguments.output)
-    print(result)
-    result.plan.save(f"{arguments.output}/plan.json")
+    result = autoprec.tune(task, trials=arguments.trials, output_dir=arguments.output)
+    print(result.verdict)
 
 
 if __name__ == "__main__":

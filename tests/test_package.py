@@ -80,3 +80,39 @@ def test_modules_stay_small(path: Path):
 
 def test_marked_type_information_is_shipped():
     assert (ROOT / "autoprec" / "py.typed").exists()
+
+
+# A change here is a change of the public interface: it belongs in CHANGELOG.md.
+COMMON = {"--quiet", "-q", "--verbose", "-v", "--debug", "--json"}
+PLAN = {"--target", "--level", "--formats", "--mode", "--rules", "--keep"}
+STUDY = {"--trials", "--timeout", "--max-loss-increase", "--storage", "--study"}
+OPTIONS = {
+    "check": {"--plan", "--seed"},
+    "convert": PLAN | {"--plan", "--strict", "--seed", "--output", "-o", "--force"},
+    "diff": {"--evidence"},
+    "env": set(),
+    "formats": set(),
+    "inspect": {"--explain", "--all", "--target", "--mode", "--rules", "--seed"},
+    "plan": PLAN | {"--seed", "--output", "-o", "--force"},
+    "rules list": {"--rules"},
+    "rules show": {"--rules"},
+    "rules test": set(),
+    "targets": set(),
+    "tune": STUDY | {"--target", "--keep", "--rules", "--seed", "--output-dir", "-o"},
+}
+
+
+def test_commands_and_their_options_are_these():
+    import typer
+
+    from autoprec.cli.app import app
+
+    found = {}
+    groups = [("", typer.main.get_command(app))]
+    for prefix, group in groups:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                groups.append((f"{name} ", command))
+            else:
+                found[prefix + name] = {opt for param in command.params for opt in param.opts if opt.startswith("-")}
+    assert found == {name: options | COMMON for name, options in OPTIONS.items()}

@@ -15,6 +15,7 @@ from autoprec.cli.inspect import inspect
 from autoprec.cli.plan import plan
 from autoprec.cli.rules import rules_app
 from autoprec.cli.targets import targets
+from autoprec.cli.tune import tune
 
 app = typer.Typer(
     name="autoprec",
@@ -45,6 +46,7 @@ def autoprec(
 command(app, example="autoprec env")(env)
 command(app, example="autoprec inspect mytask.py:task --explain blocks.0.attn::softmax")(inspect)
 command(app, example="autoprec plan mytask.py:task --target h100 -o plan.json")(plan)
+command(app, example="autoprec tune mytask.py:task --trials 50 --max-loss-increase 0.5%")(tune)
 command(app, example="autoprec convert mytask.py:task --plan plan.json -o model.safetensors")(convert)
 command(app, example="autoprec check mytask.py:task --plan plan.json")(check)
 command(app, example="autoprec diff old.json new.json")(diff)

@@ -11,17 +11,18 @@ from autoprec.report.data import ReportData
 from autoprec.report.read import read_result
 
 
-def render_report(result: dict[str, Any], receipt: dict[str, Any] | None = None) -> str:
+def render_report(result: dict[str, Any], receipt: dict[str, Any] | None = None, command: str = "") -> str:
     """The report of a study.
 
     Args:
         result: what ``TuneResult.to_json()`` gives, or ``result.json`` holds.
         receipt: what ``Receipt.to_json()`` gives, or ``receipt.json`` holds; None where the answer is fp32.
+        command: that ran the study; by default one made from its settings.
 
     Returns:
         A whole HTML document.
     """
-    return render(read_result(result, receipt))
+    return render(read_result(result, receipt, command))
 
 
 def render(data: ReportData) -> str:

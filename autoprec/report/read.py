@@ -23,15 +23,17 @@ _OPTIONS = {
     "rules": "--rules",
     "storage": "--storage",
     "study": "--study",
+    "output_dir": "--output-dir",
 }
 
 
-def read_result(result: Mapping[str, Any], receipt: Mapping[str, Any] | None = None) -> ReportData:
+def read_result(result: Mapping[str, Any], receipt: Mapping[str, Any] | None = None, command: str = "") -> ReportData:
     """What a report shows of a study.
 
     Args:
         result: see :mod:`autoprec.tune.result`.
         receipt: of the chosen plan; None where the answer is fp32.
+        command: that ran the study; by default one made from its settings.
     """
     trials = _mark_front([_trial(row, result["winner"]) for row in result["trials"]])
     mix_of = {row["plan_sha256"]: trial.mix for row, trial in zip(result["trials"], trials, strict=True)}
@@ -47,7 +49,7 @@ def read_result(result: Mapping[str, Any], receipt: Mapping[str, Any] | None = N
         sites=tuple(_site(row) for row in (receipt or {}).get("rows", ())),
         curves=tuple(_curves(result, trials)),
         environment=tuple((name.replace("_", " "), str(value)) for name, value in result["environment"].items()),
-        command=command_line(result["task"], result["settings"]),
+        command=command or _command_of(result),
     )
 
 
@@ -59,6 +61,11 @@ def command_line(task: str, settings: Mapping[str, Any]) -> str:
         values = value if isinstance(value, list | tuple) else [] if value is None else [value]
         words += [word for item in values for word in (option, str(item))]
     return shlex.join(words)
+
+
+def _command_of(result: Mapping[str, Any]) -> str:
+    given = {"max_loss_increase": f"{100 * result['budget']:g}%", "study": result["study"]}
+    return command_line(result["task"], {**result["settings"], **given})
 
 
 def describe_mix(formats: Mapping[str, str]) -> str:
@@ -141,6 +148,10 @@ def _facts(
         yield "fp32 against itself", accepted.control.shown(2, "×")
         if accepted.loss_gap_pct:
             yield "loss gap", accepted.loss_gap_pct.shown(3, "%")
+    throughput = result["evidence"].get("throughput")
+    if throughput:
+        rate, baseline, unit = throughput["value"], throughput["baseline"], throughput["unit"]
+        yield "throughput", f"{rate:,.0f} {unit}, fp32 {baseline:,.0f} {unit}"
     yield "allowed loss gap", f"{100 * result['budget']:g}%"
     noise = result["noise"].get("loss_gap")
     if noise is not None:

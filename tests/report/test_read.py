@@ -62,7 +62,7 @@ def result(tmp_path) -> dict:
     )
     plan = Plan(rules=(PlanRule(match=("*::linear",), formats=Formats.all("bf16")),))
     return TuneResult(
-        study="s", task="my tasks/t.py:task", plan=plan, verdict="1.49 times as fast", is_faster=True, trials=trials,
+        study="s", task="my tasks/t.py:task", plan=plan, verdict="1.49 times as fast", winner="search2", trials=trials,
         confirmations=(refused, accepted), receipt=None, reference=(3.0, 2.0, 1.8, 1.5), warm_up=(5.0, 3.0),
         noise={"loss_gap": 0.0004, "seeds": [1], "steps": 20}, budget=0.005, groups=(), environment=environment,
         settings={"target": "auto", "trials": 6, "seed": 3, "keep": ["head=fp32"], "timeout": None}, folder=tmp_path,
@@ -118,8 +118,10 @@ def test_no_gain_is_a_verdict_too(result):
 
 def test_the_command_is_one_that_a_shell_takes(result):
     assert read_result(result).command == (
-        "autoprec tune 'my tasks/t.py:task' --target auto --trials 6 --seed 3 --keep head=fp32"
+        "autoprec tune 'my tasks/t.py:task' --target auto --trials 6 --max-loss-increase 0.5% --seed 3 "
+        "--keep head=fp32 --study s"
     )
+    assert read_result(result, command="autoprec tune t.py:task").command == "autoprec tune t.py:task"
     assert command_line("gpt", {"keep": ["a=bf16", "*.b=fp32"]}) == "autoprec tune gpt --keep a=bf16 --keep '*.b=fp32'"
 
 
