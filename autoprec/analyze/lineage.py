@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,6 +117,7 @@ def _names_dtype(step: Step) -> bool:
 
 
 def numbers(step: Step) -> list[float]:
-    """The Python numbers among a call's arguments."""
+    """The finite Python numbers among a call's arguments."""
     values = (*leaves(step.args), *leaves(step.kwargs))
-    return [float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    found = [float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    return [v for v in found if math.isfinite(v)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.analyze.facts import Graph, SiteFacts
 from autoprec.analyze.findings import Findings
-from autoprec.analyze.ops import NORMS, ROUNDINGS, SELECTIONS, is_decomposition
+from autoprec.analyze.ops import NORMS, ROUNDINGS, SELECTIONS, SHAPES, is_decomposition
 
 #: Scores become probabilities before they are picked from.
 _SCORES = frozenset({"softmax", "sigmoid", "log_softmax", "_softmax"})
@@ -32,12 +32,17 @@ def find_islands(graph: Graph, findings: Findings, formats: tuple[str, ...]) -> 
                 findings.keep(facts.site.id, name, "provenance", reason)
 
 
+def _makers(graph: Graph, facts: SiteFacts) -> list[SiteFacts]:
+    """Sites that compute what this one reads, back to the nearest matrix products."""
+    return [f for f in graph.upstream(facts.site.id, NORMS, limit=8) if f.op not in SHAPES]
+
+
 def find_choices(graph: Graph, findings: Findings, formats: tuple[str, ...]) -> None:
     """Everything from a discrete choice back to the matrix product that makes what it chooses from."""
     for facts in graph:
         if not facts.selects or facts.op not in SELECTIONS | ROUNDINGS | {"to", "type"}:
             continue
-        above = list(graph.upstream(facts.site.id, NORMS, limit=8))
+        above = _makers(graph, facts)
         is_router = facts.op == "topk" and any(f.is_gemm for f in above) and any(f.op in _SCORES for f in above)
         source = "pattern" if is_router else "provenance"
         reason = (
@@ -56,7 +61,7 @@ def find_decompositions(graph: Graph, findings: Findings, formats: tuple[str, ..
     for facts in graph:
         if not is_decomposition(facts.op):
             continue
-        for site in graph.upstream(facts.site.id, NORMS, limit=8):
+        for site in _makers(graph, facts):
             reason = f"feeds the {facts.op} at {facts.site.id}, which multiplies its error by a condition number"
             for name in formats:
                 findings.keep(site.site.id, name, "provenance", reason)

@@ -17,7 +17,7 @@ import torch
 
 from autoprec.analyze.errors import relative_error, round_low
 from autoprec.analyze.facts import SiteFacts
-from autoprec.analyze.ops import SELECTIONS, SHAPES
+from autoprec.analyze.ops import LIKE_FACTORIES, RANDOM_FACTORIES, SELECTIONS, SHAPES
 from autoprec.graph.dataflow import Step, TensorMap, replace_tensors, tensors
 from autoprec.rulebook import Rulebook
 
@@ -103,7 +103,9 @@ class ShadowRun:
         if facts is not None and any(s is not None and s.is_low for s in map(self._shadows.get, step.inputs)):
             facts.reads_low.add(self.name)
         try:
-            if is_upcast:
+            if step.op in LIKE_FACTORIES | RANDOM_FACTORIES:
+                self._like(step)
+            elif is_upcast:
                 self._upcast(step)
             elif kind == "low" and facts is not None:
                 self._product(step, facts, is_kept)
@@ -116,6 +118,13 @@ class ShadowRun:
             self._forget(step)
 
     # ------------------------------------------------------------------------------------------------- kinds of calls
+
+    def _like(self, step: Step) -> None:
+        """A new tensor of another's dtype: its values are what they are (uninitialised, drawn, or constant)."""
+        source = self._shadows.get(step.args[0]) if step.inputs else None
+        if source is not None and source.is_low and isinstance(step.out, torch.Tensor) and not step.kwargs.get("dtype"):
+            wide = step.out.clone()
+            self._shadows[step.out] = Shadow(round_low(wide, self.dtype), wide, True, frozenset(), frozenset())
 
     def _upcast(self, step: Step) -> None:
         source = self._shadows.get(step.args[0])
