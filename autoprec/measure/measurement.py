@@ -75,11 +75,12 @@ class Comparison:
     @property
     def is_faster(self) -> bool:
         """Faster beyond what the control shows as noise."""
-        return self.speedup.low > max(1.0, self.control.value)
+        return self.speedup.low > max(1.0, self.control.high)
 
     @property
     def is_slower(self) -> bool:
-        return self.speedup.high < min(1.0, self.control.value)
+        """Slower beyond what the control shows as noise."""
+        return self.speedup.high < min(1.0, self.control.low)
 
     def to_json(self) -> dict[str, Any]:
         return {

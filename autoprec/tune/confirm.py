@@ -87,20 +87,17 @@ class Confirmer:
         return floor, done
 
     def confirm(self, row: TrialRow, plan: Plan, rival: Plan | None) -> Confirmation:
-        """Time the plan, then train it on fresh data; the loss isn't measured of a plan that isn't faster.
+        """Time the plan, train it on fresh data, and time it again.
+
+        Of the two timings, minutes apart where steps are slow, the worse one counts.  A plan that isn't faster isn't
+        trained.
 
         Args:
             row: its trial.
             plan: to confirm.
             rival: a plan that it must not be slower than.
         """
-        plans = {"plan": plan} if rival is None else {"plan": plan, "rival": rival}
-        speeds = self.bench.speeds(plans, self.rounds, seed=self.bench.seed + 1)
-        speed, why = speeds["plan"], ""
-        if not speed.is_faster:
-            why = "no faster than fp32 beyond the noise"
-        elif rival is not None and speeds["rival"].speedup.value > speed.speedup.high:
-            why = f"slower than the 16-bit baseline ({speeds['rival'].speedup})"
+        speed, why = self._time(plan, rival, seed=1)
         if why:
             return _confirmation(row, speed, accepted=False, why=why)
         seeds = [self.bench.seed + _FIRST_SEED + k for k in range(NUM_SEEDS)]
@@ -109,9 +106,23 @@ class Confirmer:
             why = "diverged on fresh data"
             return _confirmation(row, speed, gaps=gaps, accepted=False, why=why, holds_loss=False)
         gap, upper = self._interval(gaps, speed.speedup)
-        holds = upper <= self.bench.budget
-        why = "faster, and the loss holds" if holds else f"the loss gap may be {upper:+.3%} on fresh data"
-        return _confirmation(row, speed, gap=gap, gaps=gaps, accepted=holds, why=why, holds_loss=holds)
+        if upper > self.bench.budget:
+            why = f"the loss gap may be {upper:+.3%} on fresh data"
+            return _confirmation(row, speed, gap=gap, gaps=gaps, accepted=False, why=why, holds_loss=False)
+        again, why = self._time(plan, rival, seed=2)
+        speed = min(speed, again, key=lambda timed: timed.speedup.low)
+        return _confirmation(row, speed, gap=gap, gaps=gaps, accepted=not why, why=why or "faster, and the loss holds")
+
+    def _time(self, plan: Plan, rival: Plan | None, seed: int) -> tuple[Comparison, str]:
+        """The plan's speed, and why it isn't enough; empty if it is."""
+        plans = {"plan": plan} if rival is None else {"plan": plan, "rival": rival}
+        speeds = self.bench.speeds(plans, self.rounds, seed=self.bench.seed + seed)
+        speed = speeds["plan"]
+        if not speed.is_faster:
+            return speed, "no faster than fp32 beyond the noise"
+        if rival is not None and speeds["rival"].speedup.value > speed.speedup.high:
+            return speed, f"slower than the 16-bit baseline ({speeds['rival'].speedup})"
+        return speed, ""
 
     def _interval(self, gaps: Sequence[float], like: Measurement) -> tuple[Measurement, float]:
         """Mean gap with its 95% interval, and its one-sided upper bound."""

@@ -207,7 +207,7 @@ class _Run:
             bench=bench,
             noise=noise,
             steps=min(100, 2 * bench.effort.steps),
-            rounds=max(15, 2 * bench.effort.rounds),
+            rounds=max(15, bench.effort.rounds),
         )
 
         def on_attempt(row: TrialRow, confirmation: Confirmation) -> None:
@@ -283,14 +283,14 @@ class _Run:
 def _shortlist(
     study: optuna.Study, space: Space, rows: Sequence[TrialRow], budget: float, noise: float
 ) -> list[TrialRow]:
-    """Trials that may win, the fastest first, by what all trials together say of each."""
+    """Trials that may beat fp32 inside the budget, the fastest first, by what all trials together say of each."""
     believed = PlanSampler(*prior(space), budget=budget, noise=noise).posterior(study.get_trials(deepcopy=False))
     fit: dict[str, TrialRow] = {}
     for row in rows:
         belief = believed.get(row.number)
         if belief is None or row.state != "complete" or set(row.formats.values()) == {"fp32"}:
             continue
-        if belief.loss_gap + belief.loss_gap_sd <= budget:
+        if belief.speedup > 1 and belief.loss_gap + belief.loss_gap_sd <= budget:
             fit.setdefault(row.plan_sha256, row)
     return sorted(fit.values(), key=lambda row: -believed[row.number].speedup)
 
@@ -301,5 +301,5 @@ def _plan_of(space: Space, row: TrialRow) -> Plan:
 
 def _confirmation_s(bench: Bench, step_s: float) -> float:
     """Seconds that two confirmations take, to be kept free of trials."""
-    steps = (1 + 2) * NUM_SEEDS * 2 * bench.effort.steps + 2 * 4 * 2 * bench.effort.rounds
+    steps = (1 + 2) * NUM_SEEDS * 2 * bench.effort.steps + 2 * 2 * 4 * max(15, bench.effort.rounds)
     return math.ceil(steps * step_s)

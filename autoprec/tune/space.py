@@ -219,7 +219,7 @@ def _group(gemms: Sequence[Site], free: Sequence[Site], base: Plan, choices: Seq
     names = [name for name, _ in keyed]
     return [
         Group(
-            name=name if names.count(name) == 1 else f"{name}@{chosen}",
+            name=members[0].id if len(members) == 1 else name if names.count(name) == 1 else f"{name}@{chosen}",
             match=_globs(members, free),
             choices=tuple(dict.fromkeys((*_allowed(members[0], choices), chosen))),
             rules_choice=chosen,
