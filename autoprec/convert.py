@@ -19,7 +19,7 @@ from autoprec.lower.apply import CONVERSION, Conversion, apply, undo
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.receipts import make_receipt
 from autoprec.plan import Level, Mode, Plan
-from autoprec.planner.rules import plan_by_rules
+from autoprec.planner.rules import low_format, plan_by_rules
 from autoprec.rulebook import Rulebook, load_rulebook
 from autoprec.target import Target, load_target
 
@@ -51,7 +51,8 @@ def convert(
         model: any module; converted in place unless ``inplace=False``.
         target: name of a target (``"h100"``), a :class:`Target`, or ``"auto"``: the device in this machine.
         example_inputs: a tensor, a tuple (positional arguments), a dict (keyword arguments) or a callable
-            ``run(model)``.  With them the plan also follows what the model's real numbers need, and the receipt is measured.
+            ``run(model)``.  With them the plan also follows what the model's real numbers need, and the receipt is
+            measured.
         plan: a :class:`Plan` or the path of one; ``target``, ``level``, ``mode``, ``formats`` and ``rules`` then
             don't count.
         level: ``O0`` fp32; ``O1`` casts at run time; ``O2`` stores parameters in 16 bit with fp32 masters; ``O3``
@@ -110,19 +111,29 @@ def plan_for(
     if run is not None and level != "O0":
         from autoprec.analyze import analyze
 
-        analysis = analyze(model, run, target=device, rulebook=rulebook, mode=mode)
+        low = low_format(device, level, formats)
+        if low != "fp32":
+            analysis = analyze(model, run, target=device, rulebook=rulebook, mode=mode, formats=(low,))
     return plan_by_rules(
         model, device, rulebook, analysis=analysis, level=level, mode=mode, formats=formats, merge_casts=merge_casts
     )
 
 
-def receipt(model: nn.Module) -> Receipt:
+def receipt(model: nn.Module, example_inputs: Any = None) -> Receipt:
     """What each site of a converted model asked for and got.
+
+    Args:
+        model: a converted model.
+        example_inputs: as :func:`convert` takes them, for a model that was converted without any: it is called twice on
+            them, without a trace, and the receipt says what each site really ran in.
 
     Raises:
         UsageError: the model isn't converted.
     """
-    return _conversion(model).receipt
+    conversion = _conversion(model)
+    if example_inputs is not None:
+        conversion.receipt = make_receipt(model, conversion, record(model, as_run(example_inputs)))
+    return conversion.receipt
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoprec.errors import UsageError
@@ -143,18 +139,6 @@ class Plan:
     merge_casts: bool = False
     fingerprint: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
-
-    def rule_for(self, aliases: Iterable[str]) -> PlanRule | None:
-        """The first rule that matches any alias of a site, or None."""
-        names = tuple(aliases)
-        for rule, pattern in zip(self.rules, self._patterns, strict=True):
-            if any(pattern.match(name) for name in names):
-                return rule
-        return None
-
-    @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], ...]:
-        return tuple(re.compile("|".join(fnmatch.translate(g) for g in rule.match)) for rule in self.rules)
 
     def with_rules_first(self, *rules: PlanRule) -> Plan:
         """A plan in which these rules win over the present ones."""

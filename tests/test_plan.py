@@ -13,17 +13,9 @@ def rule(*globs: str, fmt: str = "bf16", **rest) -> PlanRule:
     return PlanRule(match=globs, formats=Formats.all(fmt), **rest)
 
 
-def test_the_first_matching_rule_wins():
-    plan = Plan(rules=(rule("blocks.0.*", fmt="fp32"), rule("blocks.*"), rule("*", fmt="follow")))
-    assert str(plan.rule_for(["blocks.0.q"]).formats) == "fp32"
-    assert str(plan.rule_for(["blocks.1.q"]).formats) == "bf16"
-    assert str(plan.rule_for(["head", "head::linear#0"]).formats) == "follow"
-    assert Plan(rules=()).rule_for(["head"]) is None
-
-
 def test_rules_put_first_win():
     plan = Plan(rules=(rule("*"),)).with_rules_first(rule("head", fmt="fp32"))
-    assert str(plan.rule_for(["head"]).formats) == "fp32"
+    assert [r.match for r in plan.rules] == [("head",), ("*",)]
 
 
 def test_equal_plans_hash_alike_and_can_be_keys():

@@ -30,7 +30,7 @@ class CastKeepingWeights:
     dtype: torch.dtype
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
-        if kwargs.get("out") is not None or any(t.dtype not in casts.CASTABLE for t in _floating(args)):
+        if kwargs.get("out") is not None or not _all_castable(args):
             return func(*args, **kwargs)
         return func(*[self._cast(a) for a in args], **{k: self._cast(v) for k, v in kwargs.items()})
 
@@ -44,18 +44,24 @@ class CastKeepingWeights:
 
 @dataclass(frozen=True, slots=True)
 class CastGemm:
-    """All operands in one 16-bit dtype; a call with a double or complex operand stays as it is."""
+    """All operands in one 16-bit dtype; a call with a double, complex or sparse operand stays as it is."""
 
     dtype: torch.dtype
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
-        if any(t.dtype not in casts.CASTABLE for t in _floating(args)):
-            return func(*args, **kwargs)
+        if not _all_castable(args):
+            return casts.CastToWidest()(func, args, kwargs)
         return casts.cast_call(func, args, kwargs, self.dtype)
 
 
-def _floating(args: casts.Args) -> list[torch.Tensor]:
-    return [a for a in args if isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex())]
+def _all_castable(args: casts.Args) -> bool:
+    """No double or complex operand, and none that is sparse: sparse kernels have no 16-bit backward."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    return all(t.layout is torch.strided and (t.dtype in casts.CASTABLE or not _is_continuous(t)) for t in tensors)
+
+
+def _is_continuous(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 class QuantizedLinear:
