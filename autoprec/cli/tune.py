@@ -76,6 +76,7 @@ def tune(
     """
     import autoprec
     from autoprec.report.read import command_line
+    from autoprec.rulebook import load_rulebook
 
     options: dict[str, Any] = {
         "target": target,
@@ -93,6 +94,7 @@ def tune(
         "timeout": None if timeout is None else parse_duration(timeout),
         "max_loss_increase": parse_share(max_loss_increase),
     }
+    load_rulebook(*rules or ())  # a mistake there would else be seen only after the checkpoint's training
     try:
         with ProgressView(output) as progress:
             result = autoprec.tune(task, progress=progress, **{**options, **numbers})

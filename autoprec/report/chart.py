@@ -58,7 +58,9 @@ def front_chart(trials: tuple[TrialRow, ...], budget_pct: float | None) -> Front
     placed = [(t, t.speedup, t.loss_gap_pct) for t in trials if t.is_placed and t.speedup and t.loss_gap_pct]
     if not placed:
         return None
-    x_values = [end for _, speedup, _ in placed for end in _ends(speedup)]
+    # one reading in a noisy moment has an interval that would press all others together: it leaves the picture
+    rightmost = 1.3 * max(speedup.value for _, speedup, _ in placed)
+    x_values = [min(end, rightmost) for _, speedup, _ in placed for end in _ends(speedup)]
     y_values = [end for _, _, gap in placed for end in _ends(gap)]
     x_axis = fit_axis("speed, times fp32", x_values, LEFT, RIGHT)
     y_axis = fit_axis("loss gap, % of fp32's", [*y_values, budget_pct or 0.0], BOTTOM, TOP)
@@ -91,7 +93,7 @@ def _ends(interval: Interval) -> tuple[float, float, float]:
 def _mark(trial: TrialRow, speedup: Interval, gap: Interval, x_axis: Axis, y_axis: Axis) -> Mark:
     x_low, x, x_high = (x_axis.at(value) for value in _ends(speedup))
     y_low, y, y_high = (y_axis.at(value) for value in _ends(gap))
-    return Mark(trial=trial, x=x, x_low=x_low, x_high=x_high, y=y, y_low=y_low, y_high=y_high)
+    return Mark(trial=trial, x=x, x_low=x_low, x_high=min(x_high, x_axis.end), y=y, y_low=y_low, y_high=y_high)
 
 
 def _stretches(losses: tuple[float, ...], x_axis: Axis, y_axis: Axis) -> tuple[str, ...]:

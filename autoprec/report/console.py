@@ -48,4 +48,4 @@ def _trial_cells(row: TrialRow) -> Iterator[str]:
     yield row.speedup.shown(2, "×") if row.speedup else ""
     yield row.loss_gap_pct.shown(3, "%") if row.loss_gap_pct else ""
     yield "" if row.low_share is None else f"{row.low_share:.0%}"
-    yield f"{row.outcome}: {row.note}" if row.note else row.outcome
+    yield row.end

@@ -50,6 +50,11 @@ class TrialRow:
     note: str = ""
 
     @property
+    def end(self) -> str:
+        """The outcome, and why where it says."""
+        return self.note if self.note.startswith(self.outcome) else ": ".join(filter(None, (self.outcome, self.note)))
+
+    @property
     def is_placed(self) -> bool:
         """Whether it has a place in the picture: one that was stopped ended far from where it may win."""
         return self.outcome == "complete" and self.speedup is not None and self.loss_gap_pct is not None

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 from autoprec.report.chart import BOTTOM, LEFT, RIGHT, TOP, curves_chart, front_chart
+from autoprec.report.data import Interval
 
 
 def test_front_shows_each_trial_that_has_both_numbers(data):
@@ -41,3 +42,17 @@ def test_a_curve_is_broken_where_the_loss_is_not_finite(data):
     lines = curves_chart(data.curves).lines
     assert [len(line.stretches) for line in lines] == [1, 1, 2]
     assert len(lines[0].stretches[0].split()) == 60
+
+
+def test_an_interval_far_beyond_all_readings_ends_at_the_edge(data):
+    noisy = replace(data.trials[1], speedup=Interval(value=1.2, low=1.0, high=40.0))
+    chart = front_chart((data.trials[0], noisy), data.budget_pct)
+    assert chart.x_axis.high < 2
+    assert chart.marks[1].x_high == RIGHT
+
+
+def test_only_complete_trials_have_a_place(data):
+    stopped = replace(data.trials[3], outcome="stopped", note="stopped after 5 steps")
+    assert [mark.trial.number for mark in front_chart((data.trials[0], stopped), 0.5).marks] == [0]
+    assert stopped.end == "stopped after 5 steps"
+    assert replace(stopped, note="too slow").end == "stopped: too slow"
