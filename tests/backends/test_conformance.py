@@ -72,19 +72,19 @@ CASES = {
 }
 
 
-def operands(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Input, weight, bias and grad_output."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, ROWS // 3, IN, generator=generator).to(dtype)
     weight = torch.randn(OUT, IN, generator=generator) / IN**0.5
     bias = torch.randn(OUT, generator=generator)
     grad = (torch.randn(3, ROWS // 3, OUT, generator=generator) * 1e-3).to(dtype)
-    return x, weight, bias, grad
+    return x.to(device), weight.to(device), bias.to(device), grad.to(device)
 
 
-def supported(backend: str, case: Case, dtype: torch.dtype = torch.float32) -> LinearSpec:
+def supported(backend: str, case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LinearSpec:
     """The case's spec, or a skip with the backend's own reason."""
-    x, weight, _, _ = operands(dtype)
+    x, weight, _, _ = operands(dtype, device)
     chosen, reason = choose("linear", case.formats, x, weight, (backend,), "training", recipe=case.recipe)
     if chosen is None:
         pytest.skip(reason)
@@ -100,18 +100,21 @@ def run(function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor
 
 
 def assert_product(got: Tensor, a: Tensor, b: Tensor) -> None:
-    """``got`` is ``a @ b.T`` but for accumulation in fp32 and rounding to its own dtype."""
+    """``got`` is ``a @ b.T`` but for accumulation and rounding to its own dtype."""
     wanted = a @ b.T
-    accumulated = (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().T)
+    # FP8 tensor cores keep fewer bits while they accumulate; benchmarks/emulation.py finds up to 2 ** -11.4 for an H100.
+    share = (a.shape[1] + 4) * 2.0**-24 if got.device.type == "cpu" else 2.0**-10
+    accumulated = share * (a.abs() @ b.abs().T)
     assert ((got.double() - wanted).abs() <= accumulated + wanted.abs() * torch.finfo(got.dtype).eps).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("backend", list_backends())
-def test_each_product_has_exactly_rounded_operands(backend: str, case: Case, dtype: torch.dtype) -> None:
-    spec = supported(backend, case, dtype)
-    x, weight, _, grad = operands(dtype)
+def test_each_product_has_exactly_rounded_operands(backend: str, case: Case, dtype: torch.dtype, device: str) -> None:
+    spec = supported(backend, case, dtype, device)
+    x, weight, _, grad = operands(dtype, device)
     output, grad_input, grad_weight = run(lambda *a: get_backend(backend).linear(*a, spec), x, weight, None, grad)
     rows, grad_rows, q, f = x.reshape(-1, IN), grad.reshape(-1, OUT), case.rounded, case.formats
     assert_product(output.reshape(-1, OUT), q(rows, f.input), q(weight, f.weight))
@@ -160,7 +163,9 @@ def test_only_the_gradients_asked_for(backend: str, trained: tuple[bool, bool, b
     ("backend", "case", "compiler"),
     [
         ("emulated", "current", "eager"),
-        *((backend, "current", compiler) for backend in list_backends() for compiler in ("aot_eager", "inductor")),
+        *((backend, "current", "aot_eager") for backend in list_backends()),
+        *((backend, "current", "inductor") for backend in ("emulated", "native")),
+        pytest.param("torchao", "current", "inductor", marks=pytest.mark.slow),
         *(("emulated", case, "aot_eager") for case in ("rowwise", "mxfp8", "nvfp4")),
         *(pytest.param("emulated", case, "inductor", marks=pytest.mark.slow) for case in ("rowwise", "mxfp8", "nvfp4")),
     ],

@@ -147,3 +147,14 @@ def test_nan_and_infinity_are_not_hidden() -> None:
     x[3, 4] = torch.nan
     output = get_backend("emulated").linear(x, weight, None, spec)
     assert output[3].isnan().all()
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, weight, _ = operands()
+    x.requires_grad_()
+    spec = LinearSpec(formats=HYBRID, recipe=CurrentRecipe())
+    (first,) = torch.autograd.grad(
+        get_backend("emulated").linear(x, weight, None, spec).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
