@@ -1,5 +1,6 @@
 """Which methods of a class, beside ``forward``, compute: those get a frame of their own, so that ``model.encode(x)`` runs
-in the plan when it is called directly."""
+in the plan when it is called directly.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def _plain_methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
             if name in seen or (name.startswith("__") and name.endswith("__")):
                 continue
             seen.add(name)
-            if isinstance(value, FunctionType) and not machinery and not inspect.isgeneratorfunction(value):
+            if isinstance(value, FunctionType) and not machinery:
                 yield name, value
 
 

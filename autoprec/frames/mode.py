@@ -8,8 +8,7 @@ calls isn't seen again: the outermost overridable call is the site.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -77,16 +76,6 @@ def push_mode(mode: FrameMode | None) -> None:
     """Puts back what :func:`pop_own_mode` returned."""
     if mode is not None:
         torch._C._push_on_torch_function_stack(mode)
-
-
-@contextmanager
-def without_mode() -> Iterator[None]:
-    """Runs foreign code (an ``autograd.Function``'s body) as if no model were converted."""
-    mode = pop_own_mode()
-    try:
-        yield
-    finally:
-        push_mode(mode)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from autoprec.frames.inputs import recurrent_forward, script_call
 from autoprec.frames.methods import computing_methods
@@ -51,6 +52,8 @@ class FrameState:
 def run_framed(module: nn.Module, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``inner(module, …)`` in the module's frame; enters the mode when this is the outermost call."""
     state = module._autoprec
+    if state is None:
+        return inner(module, *args, **kwargs)
     mode = current_mode()
     if mode is None:
         with FrameMode(state.frames[name].enter()):
@@ -79,16 +82,27 @@ def _framed_generator(inner: FunctionType, name: str) -> FunctionType:
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         steps = inner(self, *args, **kwargs)
-        sent = None
-        while True:
-            try:
-                item = run_framed(self, name, lambda _, value: steps.send(value), (sent,), {})
-            except StopIteration as stop:
-                return stop.value
-            sent = yield item
+        resume, value = steps.send, None
+        try:
+            while True:
+                try:
+                    item = run_framed(self, name, _resume, (resume, value), {})
+                except StopIteration as stop:
+                    return stop.value
+                try:
+                    resume, value = steps.send, (yield item)
+                except Exception as error:
+                    resume, value = steps.throw, error
+        finally:
+            steps.close()
 
+    method.__name__, method.__qualname__, method.__doc__ = inner.__name__, inner.__qualname__, inner.__doc__
     method.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
     return method
+
+
+def _resume(module: nn.Module, resume: Callable[[Any], Any], value: Any) -> Any:
+    return resume(value)
 
 
 def _leaf_forward(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,17 +111,18 @@ def _leaf_forward(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias  # a parametrized weight is computed here, in the caller's frame
         state = self._autoprec
+        args = (input, weight, bias)
+        if state is None:
+            return call(self, None, args)
         mode = pop_own_mode()
+        if mode is None and current_mode() is not None:
+            # A user's mode lies above ours and calls it: what comes there must find this layer's frame.
+            return run_framed(self, "forward", lambda module, *args: call(module, None, args), args, {})
         try:
-            action = state.frames["forward"].enter().actions.get(op)
-            args = (input, weight, bias)
-            out = call(self, action, args)
+            out = call(self, state.frames["forward"].enter().actions.get(op), args)
         finally:
             push_mode(mode)
-        # A user's mode may lie above ours: then ours is still active and this isn't the outermost call.
-        if mode is None and state.restore_outputs and current_mode() is None:
-            return upcast_floats(out)
-        return out
+        return upcast_floats(out) if mode is None and state.restore_outputs else out
 
     return forward
 
@@ -134,7 +149,9 @@ def leaf_op(cls: type) -> str | None:
     """The op of a layer whose forward is that one GEMM and isn't overridden, else None."""
     for layer, (op, _) in LEAVES.items():
         if getattr(cls, "forward", None) is layer.forward:
-            return op
+            # A convolution may also be changed in `_conv_forward`, where weights are standardised.
+            inner = getattr(layer, "_conv_forward", None)
+            return op if getattr(cls, "_conv_forward", None) is inner else None
     return None
 
 
@@ -155,17 +172,36 @@ def _call_impl_in_neutral_frame(inner: Callable[..., Any]) -> Callable[..., Any]
     return _call_impl
 
 
-def _rebuild(cls: type[nn.Module]) -> nn.Module:
-    framed = framed_class(cls)
-    return framed.__new__(framed)
+def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    """Makes a module as its own class says, then puts it into frames; its state, frames included, comes after."""
+    module = make(*args)
+    module.__class__ = framed_class(type(module))
+    return module
 
 
-def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    cls = original_class(self)
-    reduced = super(type(self), self).__reduce_ex__(protocol)
-    if isinstance(reduced, tuple) and len(reduced) > 2 and type(self) in reduced[1]:
-        return (_rebuild, (cls,), *reduced[2:])
-    return reduced
+def _pickled(inner: Callable[[Any, Any], Any], cls: type[nn.Module]) -> Callable[[Any, Any], Any]:
+    """``__reduce_ex__`` that names the user's class, since ours can't be imported."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
+        reduced = inner(self, protocol)
+        if not isinstance(reduced, tuple):
+            return reduced
+        make, args, *rest = reduced
+        return (_rebuild, (make, tuple(cls if arg is type(self) else arg for arg in args)), *rest)
+
+    return __reduce_ex__
+
+
+def _copied(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``__copy__`` or ``__deepcopy__`` of a class that makes copies of the class it knows (a GraphModule)."""
+
+    def copied(self: nn.Module, *args: Any) -> nn.Module:
+        module, state = inner(self, *args), self._autoprec
+        if state is not None:
+            set_frames(module, state)  # type: ignore[arg-type]
+        return module
+
+    return copied
 
 
 @functools.cache
@@ -177,11 +213,18 @@ def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_autoprec_original": cls,
+        STATE: None,  # out of frames, where the class can't be taken off
     }
     if issubclass(cls, torch.jit.ScriptModule):
         namespace["_call_impl"] = script_call(cls._call_impl)
         return type(cls.__name__, (cls,), namespace)
-    namespace["__reduce_ex__"] = _reduce_ex
+    namespace["__reduce_ex__"] = _pickled(cls.__reduce_ex__, cls)
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(cls, name):
+            namespace[name] = _copied(getattr(cls, name))
+    if isinstance(getattr(cls, "cls_to_become", None), type):
+        # A lazy layer takes the class of its finished form at its first call.
+        namespace["cls_to_become"] = framed_class(cls.cls_to_become)
     namespace["_call_impl"] = _call_impl_in_neutral_frame(cls._call_impl)
     if leaf is not None:
         namespace["forward"] = next(f for op, f in LEAVES.values() if op == leaf)
@@ -217,24 +260,51 @@ def framed_methods(cls: type[nn.Module]) -> tuple[str, ...]:
 def set_frames(module: nn.Module, state: FrameState) -> str | None:
     """Puts a module into frames, or replaces its frames.  Returns why it can't, or None."""
     keep_out_of_dynamo()
-    if is_framed(module):
-        vars(module)[STATE] = state
-        return None
-    try:
-        framed = framed_class(type(module))
-        module.__class__ = framed
-    except TypeError as error:
-        return f"{type(module).__name__} can't take a subclass: {error}"
+    cls = type(module)
+    if not _in_frames(cls):
+        try:
+            module.__class__ = _framed_under_parametrization(cls) if is_parametrized(module) else framed_class(cls)
+        except TypeError as error:
+            return f"{cls.__name__} can't take a subclass: {error}"
     vars(module)[STATE] = state
     return None
 
 
 def remove(module: nn.Module) -> None:
-    """Takes one module out of frames; a class made on top of ours keeps its own layer."""
+    """Takes one module out of frames; a class made on top of ours is kept, on the original one."""
     vars(module).pop(STATE, None)
     cls = type(module)
+    if _in_frames(cls):
+        module.__class__ = _without_frames(cls)
+
+
+def _in_frames(cls: type) -> bool:
+    return any("_autoprec_original" in vars(base) for base in cls.__mro__)
+
+
+def _framed_under_parametrization(cls: type[nn.Module]) -> type[nn.Module]:
+    """A parametrized class is made for one instance, and undone by taking its base: ours has to be that base."""
+    return _on_bases(cls, tuple(framed_class(base) for base in cls.__bases__))
+
+
+def _without_frames(cls: type) -> type:
     if "_autoprec_original" in vars(cls):
-        module.__class__ = vars(cls)["_autoprec_original"]
+        return vars(cls)["_autoprec_original"]
+    if not _in_frames(cls) or _calls_super(cls):
+        return cls
+    return _on_bases(cls, tuple(_without_frames(base) for base in cls.__bases__))
+
+
+def _calls_super(cls: type) -> bool:
+    """Whether methods hold on to this very class, which a copy of it would then not be."""
+    return any(
+        "__class__" in f.__code__.co_freevars for f in vars(cls).values() if isinstance(f, FunctionType)
+    )
+
+
+def _on_bases(cls: type, bases: tuple[type, ...]) -> type:
+    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, namespace)
 
 
 @contextmanager
