@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from autoprec.analyze.facts import Graph, SiteFacts
 from autoprec.analyze.findings import Findings
+from autoprec.analyze.gradients import score_gradients
 from autoprec.analyze.lineage import Lineages, is_explicit_upcast
 from autoprec.analyze.patterns import find_patterns
 from autoprec.analyze.provenance import find_choices, find_decompositions, find_islands, island_reason
@@ -18,9 +19,11 @@ from autoprec.analyze.report import Analysis, SiteReport, Tag, Verdict
 from autoprec.analyze.shadow import ShadowRun
 from autoprec.errors import UsageError
 from autoprec.formats import get_format
+from autoprec.frames.swap import leaf_op, original_class
 from autoprec.graph.dataflow import CASTS, Step, follow
-from autoprec.graph.inputs import as_run
-from autoprec.graph.record import Recording
+from autoprec.graph.inputs import Run, as_run
+from autoprec.graph.record import Recording, is_leaf
+from autoprec.graph.site import Site
 from autoprec.plan import Mode
 from autoprec.rulebook import Rulebook, load_rulebook
 from autoprec.target import Target, load_target
@@ -49,7 +52,8 @@ def analyze(
     Args:
         model: an fp32 model, not converted.
         example_inputs: a tensor, a tuple (positional arguments), a dict (keyword arguments) or a callable
-            ``run(model)`` that may make many calls.  None: no values are seen, and only op rules speak.
+            ``run(model)`` that may make many calls.  None: no values are seen; the rows are the layers
+            that are one matrix product, each by its op rule.
         target: names the 16-bit format that :meth:`Analysis.tags` answers for by default.
         rulebook: op rules; the shipped ones by default.
         formats: ``"bf16"``, ``"fp16"`` or both.
@@ -69,7 +73,13 @@ def analyze(
     recording = Recording()
     if example_inputs is not None:
         recording = follow(model, as_run(example_inputs), watch.see)
+    else:
+        recording.sites.update((site.id, site) for site in _layers(model))
     watch.finish(recording)
+    if loss is not None if gradients is None else gradients:
+        if example_inputs is None:
+            raise UsageError("gradients need example_inputs: give the batches to take them on")
+        watch.score_gradients(model, as_run(example_inputs), loss)
     low = device.low_format if device.low_format in names else names[0]
     return Analysis(
         rows=watch.rows(),
@@ -86,7 +96,7 @@ class _Watch:
 
     def __init__(self, model: nn.Module, rulebook: Rulebook, names: tuple[str, ...], mode: Mode) -> None:
         self._rulebook, self._names = rulebook, names
-        self._graph, self._findings = Graph(), Findings()
+        self._graph, self._findings = Graph(model), Findings()
         self._lineages = Lineages(model)
         kinds = {op: rule.kind for op, rule in rulebook.ops.items()}
         self._runs = [
@@ -118,6 +128,10 @@ class _Watch:
         find_decompositions(self._graph, self._findings, self._names)
         find_patterns(self._graph, self._findings, self._names)
 
+    def score_gradients(self, model: nn.Module, run: Run, loss: Callable[[Any], torch.Tensor] | None) -> None:
+        formats = {name: FORMATS_16[name] for name in self._names}
+        score_gradients(model, run, loss, self._graph, self._findings, formats)
+
     def rows(self) -> tuple[SiteReport, ...]:
         return tuple(self._row(facts) for facts in self._graph)
 
@@ -125,8 +139,9 @@ class _Watch:
         return SiteReport(
             site=facts.site,
             verdicts={name: self._verdict(facts, name) for name in self._names},
-            max_abs=facts.max_abs,
+            max_abs=facts.max_abs if facts.is_seen else None,
             errors=dict(facts.errors),
+            gradient_errors=dict(facts.gradient_errors),
             producers=(*facts.producers, *(p for p in facts.pickers if p not in facts.producers)),
             consumers=tuple(facts.consumers),
         )
@@ -142,6 +157,15 @@ class _Watch:
             # What it reads comes in fp32 already: naming it in a plan would only cost.
             return Verdict(tag="follow", source="op", reason=f"{found.reason}; what it reads is fp32")
         return found
+
+
+def _layers(model: nn.Module) -> Iterator[Site]:
+    """The sites that are known without running the model."""
+    for fqn, module in model.named_modules():
+        cls = original_class(module)
+        op = leaf_op(cls) or (module.mode.lower() if isinstance(module, nn.RNNBase) else None)
+        if op is not None and is_leaf(module):
+            yield Site(module=fqn, op=op, leaf=True, num_params=sum(p.numel() for p in module.parameters()))
 
 
 def _check(model: Any, names: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from autoprec.analyze.lineage import Kind, Lineages, numbers, widest_kind
 from autoprec.graph.dataflow import Step
@@ -32,8 +33,11 @@ class SiteFacts:
         squares: it multiplies a value by itself.
         selects: its integer result is read by something.
         upcast: the author cast every floating operand to fp32.
+        is_seen: a call of it was followed.
         max_abs: largest finite magnitude of its result; 0 before any call.
         errors: format → relative L2 error of its result, the largest over calls.
+        parameters: names of the parameters among its operands.
+        gradient_errors: format → relative L2 error of the gradient of those, the largest.
         lows: formats in which its result would be 16 bit.
         reads_low: formats in which one of its operands would be 16 bit.
         sentinel: largest mark (``-1e9``) among its operands, or 0.
@@ -50,8 +54,11 @@ class SiteFacts:
     squares: bool = False
     selects: bool = False
     upcast: bool = True
+    is_seen: bool = False
     max_abs: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
+    gradient_errors: dict[str, float] = field(default_factory=dict)
     lows: set[str] = field(default_factory=set)
     reads_low: set[str] = field(default_factory=set)
     sentinel: float = 0.0
@@ -70,8 +77,9 @@ class SiteFacts:
 class Graph:
     """The sites of a run and which reads which."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.facts: dict[str, SiteFacts] = {}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._dtype_asked_of: frozenset[str] = frozenset()
 
     def __getitem__(self, site_id: str) -> SiteFacts:
@@ -92,6 +100,7 @@ class Graph:
         floats = [lineages.of(t) for t in step.inputs if t.is_floating_point()]
         self._connect(facts, step, lineages)
         facts.numbers = tuple(numbers(step))
+        facts.parameters.update(self._names[id(t)] for t in step.inputs if id(t) in self._names)
         facts.squares = facts.squares or _squares(step)
         facts.upcast = facts.upcast and bool(floats) and all(i.upcast for i in floats)
         facts.sentinel = max((facts.sentinel, *(i.sentinel for i in floats)), key=abs)
@@ -103,6 +112,7 @@ class Graph:
         """Adds what a call returned; ``lineages`` knows the outputs by now."""
         floats = [t for t in step.outputs if t.is_floating_point()]
         facts.kind = widest_kind(facts.kind, *(lineages.of(t).kind for t in floats))
+        facts.is_seen = True
         facts.max_abs = max(facts.max_abs, *(max_abs(t) for t in floats), 0.0)
 
     def _note_selections(self, step: Step, lineages: Lineages) -> None:

@@ -17,12 +17,12 @@ from autoprec.graph.site import GEMM_OPS
 #: ``constant``: buffers and literals alone.
 Kind = Literal["activation", "position", "constant"]
 
-_KINDS: tuple[Kind, ...] = ("constant", "position", "activation")
 
-
-def widest_kind(*kinds: Kind) -> Kind:
+def widest_kind(*kinds: str) -> Kind:
     """The kind of what is made of several."""
-    return _KINDS[max(map(_KINDS.index, kinds), default=0)]
+    if "activation" in kinds:
+        return "activation"
+    return "position" if "position" in kinds else "constant"
 
 
 @dataclass(frozen=True, slots=True)
