@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal
 
 from autoprec.errors import UsageError
 
-Backward = Literal["quantized", "high_precision", "dequantized"]
-
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -114,7 +112,9 @@ class CurrentRecipe(Recipe):
     epsilon: float = _number(0.0, 0.0, 1e-6, minimum=0.0)
     fast_output: bool = _flag(True)
     fast_grads: bool = _flag(False)
-    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
+    backward: Literal["quantized", "high_precision", "dequantized"] = _choice(
+        "quantized", "quantized", "high_precision", "dequantized"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,9 @@ class RowwiseRecipe(Recipe):
     power_of_two: bool = _flag(True)
     grad_weight: Literal["quantized", "high_precision"] = _choice("quantized", "quantized", "high_precision")
     fast_output: bool = _flag(True)
-    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
+    backward: Literal["quantized", "high_precision", "dequantized"] = _choice(
+        "quantized", "quantized", "high_precision", "dequantized"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,9 @@ class Block128Recipe(Recipe):
     input_2d: bool = _flag(False)
     weight_2d: bool = _flag(True)
     grad_2d: bool = _flag(False)
-    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
+    backward: Literal["quantized", "high_precision", "dequantized"] = _choice(
+        "quantized", "quantized", "high_precision", "dequantized"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,7 +219,9 @@ class MXFP8Recipe(Recipe):
 
     rounding: Literal["ceil", "floor"] = _choice("ceil", "ceil", "floor")
     weight_2d: bool = _flag(False)
-    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
+    backward: Literal["quantized", "high_precision", "dequantized"] = _choice(
+        "quantized", "quantized", "high_precision", "dequantized"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +244,9 @@ class NVFP4Recipe(Recipe):
     weight_2d: bool = _flag(True)
     hadamard: bool = _flag(True)
     stochastic_rounding: bool = _flag(True)
-    backward: Backward = _choice("quantized", "quantized", "high_precision", "dequantized")
+    backward: Literal["quantized", "high_precision", "dequantized"] = _choice(
+        "quantized", "quantized", "high_precision", "dequantized"
+    )
 
 
 RECIPES: dict[str, type[Recipe]] = {

@@ -24,7 +24,7 @@ from autoprec.backends.base import (
 from autoprec.backends.operands import GemmName, Role, is_shared, multiply, quantize_operand, transpose
 from autoprec.formats import get_format
 from autoprec.formats.quantize import Quantized
-from autoprec.recipes import DelayedRecipe, family_of
+from autoprec.recipes import DelayedRecipe, NVFP4Recipe, family_of
 
 
 class EmulatedBackend(Backend):
@@ -59,6 +59,12 @@ def _refuse_recipe(gemm: Gemm) -> str:
             return f"format {name!r} has scales, so that it needs a recipe"
         if recipe is not None and family_of(name) not in (None, recipe.family):
             return f"recipe {recipe.name!r} scales {recipe.family}, not {name}"
+    rotated = isinstance(recipe, NVFP4Recipe) and recipe.hadamard and gemm.mode == "training"
+    if rotated and gemm.formats.input != gemm.formats.grad_output:
+        return (
+            "recipe 'nvfp4' rotates both operands of grad_weight, so that input and grad_output must be of one format, "
+            f"not {gemm.formats.input} and {gemm.formats.grad_output}; or set hadamard=False"
+        )
     return ""
 
 

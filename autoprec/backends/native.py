@@ -159,11 +159,16 @@ def _amax(x: Tensor) -> Tensor:
 
 def _multiply(a: _Codes, b: _Codes, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None) -> Tensor:
     """``a @ b.T``: ``[M, K]`` and ``[N, K]`` give ``[M, N]``."""
-    scale_a, scale_b = a.scale_inv, b.scale_inv
+    scale_a, scale_b, kernel_dtype = a.scale_inv, b.scale_inv, dtype
     if scale_a.dim() == 2 or scale_b.dim() == 2:  # per row on one side needs it on both
         scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
         scale_b = scale_b.expand(b.data.shape[0], 1).contiguous().t()
-    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+        # Not every version's per-row kernel writes anything else on CUDA.
+        kernel_dtype = torch.bfloat16 if a.data.is_cuda else dtype
+    product = torch._scaled_mm(
+        a.data, b.data.t(), scale_a, scale_b, bias=bias, out_dtype=kernel_dtype, use_fast_accum=fast
+    )
+    return product.to(dtype)
 
 
 def _pad_rows(x: Tensor) -> Tensor:

@@ -43,11 +43,6 @@ class Format:
         """Whether rounding to this format computes a scale from the data."""
         return self.scale_format is not None
 
-    @property
-    def stored_bits(self) -> float:
-        """Bits per element with its share of the block's scale, e.g. 8.25 for mxfp8."""
-        return self.bits if self.block_size is None else self.bits + 8 / self.block_size
-
     def __str__(self) -> str:
         return self.name
 

@@ -102,7 +102,7 @@ def run(function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor
 def assert_product(got: Tensor, a: Tensor, b: Tensor) -> None:
     """``got`` is ``a @ b.T`` but for accumulation and rounding to its own dtype."""
     wanted = a @ b.T
-    # FP8 tensor cores keep fewer bits while they accumulate; benchmarks/emulation.py finds up to 2 ** -11.4 for an H100.
+    # FP8 tensor cores accumulate in fewer bits; benchmarks/emulation.py finds up to 2 ** -11.4 for an H100.
     share = (a.shape[1] + 4) * 2.0**-24 if got.device.type == "cpu" else 2.0**-10
     accumulated = share * (a.abs() @ b.abs().T)
     assert ((got.double() - wanted).abs() <= accumulated + wanted.abs() * torch.finfo(got.dtype).eps).all()
@@ -299,6 +299,11 @@ REFUSALS = [
     Refusal({"native": "backward='dequantized'", "torchao": "isn't"}, recipe=CurrentRecipe(backward="dequantized")),
     Refusal(
         {"emulated": "format 'nvfp4' has scales, so that it needs a recipe"}, formats=Formats.all("nvfp4"), recipe=None
+    ),
+    Refusal(
+        {"emulated": "must be of one format, not bf16 and nvfp4; or set hadamard=False"},
+        formats=Formats(input="bf16", weight="nvfp4", grad_output="nvfp4"),
+        recipe=NVFP4Recipe(),
     ),
     Refusal({"emulated": "recipe 'mxfp8' scales mxfp8, not fp8_e4m3"}, recipe=MXFP8Recipe()),
     Refusal({"emulated": "recipe 'delayed' keeps state", "native": "'delayed'"}, recipe=DelayedRecipe()),

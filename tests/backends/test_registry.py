@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoprec.backends import Backend, by_speed, choose, get_backend, list_backends, registry
+from autoprec.backends import Backend, choose, get_backend, list_backends, registry
 from autoprec.errors import BackendError, UsageError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe
@@ -56,7 +56,7 @@ def test_names_are_sorted_and_each_makes_one_backend() -> None:
 
 
 def test_by_speed_ends_in_emulation() -> None:
-    assert [b.name for b in by_speed()] == ["native", "torchao", "emulated"]
+    assert [b.name for b in registry.by_speed()] == ["native", "torchao", "emulated"]
 
 
 def test_unknown_name() -> None:
