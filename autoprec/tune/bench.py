@@ -137,9 +137,14 @@ class Bench:
         return math.sqrt(sum(gap**2 for gap in gaps) / len(gaps))
 
     def baseline(self) -> Trainer:
-        """The fp32 model that candidates are timed against; it goes on training, which changes no step's time."""
+        """The fp32 model that candidates are timed against, at the checkpoint.
+
+        Not further on: the few batches of a timing are soon learned by heart, and gradients near 0 are slow numbers on
+        a CPU.
+        """
         if self._baseline is None:
             self._baseline = self.trainer(None)
+        self._baseline.restore()
         return self._baseline
 
     def gap(self, plan: Plan, seed: int, steps: int) -> float:

@@ -53,22 +53,32 @@ class Trainer:
         model = task.build_model(seed)
         if not isinstance(model, nn.Module):
             raise TaskError(f"task {task.name!r}: build_model({seed}) returned a {type(model).__name__}, not a Module")
+        self.model = model.to(device).train(self.is_training)
+        self._checkpoint = checkpoint
         if checkpoint is not None:
             load_weights(model, checkpoint.weights, task)
         if jitter:
             _jitter(model, jitter, seed)
-        self.model = model.to(device).train(self.is_training)
         if plan is not None and plan.level != "O0":
             self.model = convert(self.model, plan=plan)
         self.optimizer = None
         if self.is_training and task.optimizer is not None:
             self.optimizer = task.optimizer(self.model.parameters())
-            if checkpoint is not None and checkpoint.optimizer:
-                # a copy: an optimizer keeps the tensors it is given, and changes them in place
-                self.optimizer.load_state_dict(copy.deepcopy(checkpoint.optimizer))
+            self._load_optimizer()
         scaler = (plan or Plan(rules=())).grad_scaler(device.type)
         self.scaler = scaler if isinstance(scaler, BoundedGradScaler) and scaler.is_enabled() else None
         self.num_skipped = 0
+
+    def restore(self) -> None:
+        """Back to the checkpoint, with the same model."""
+        if self._checkpoint is not None:
+            load_weights(self.model, self._checkpoint.weights, self.task)
+            self._load_optimizer()
+
+    def _load_optimizer(self) -> None:
+        if self.optimizer is not None and self._checkpoint is not None and self._checkpoint.optimizer:
+            # a copy: an optimizer keeps the tensors it is given, and changes them in place
+            self.optimizer.load_state_dict(copy.deepcopy(self._checkpoint.optimizer))
 
     def step(self, batch: Batch) -> Tensor:
         """One step; the loss before it, detached and not waited for."""
@@ -162,4 +172,4 @@ def _jitter(model: nn.Module, size: float, seed: int) -> None:
         for param in model.parameters():
             if param.is_floating_point():
                 sign = torch.randint(0, 2, param.shape, generator=generator, dtype=param.dtype) * 2 - 1
-                param.mul_(1 + size * sign)
+                param.mul_(1 + size * sign.to(param.device))

@@ -2,7 +2,10 @@ import numpy as np
 import optuna
 import pytest
 
-from autoprec.tune.sampler import CONSTRAINT, PlanSampler
+from autoprec.graph.site import Site
+from autoprec.plan import Plan
+from autoprec.tune.sampler import CONSTRAINT, SPEED_SD, PlanSampler, prior
+from autoprec.tune.space import build_space
 
 BUDGET = 1.0
 CHOICES = ("fp32", "bf16", "fp8_e4m3")
@@ -111,3 +114,52 @@ def test_other_parameters_are_sampled_too():
         trial.set_constraint(CONSTRAINT, table.measure(params)[1] - BUDGET)
         study.tell(trial, scale)
     assert {"g0", "scaler.init_scale"} <= study.trials[-1].params.keys()
+
+
+def test_the_posterior_smooths_a_lucky_reading():
+    table = Table(5, 2)
+    rng = np.random.default_rng(0)
+    sampler = PlanSampler(*table.prior, budget=BUDGET, seed=0)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    truth = {}
+    for _ in range(40):
+        trial = study.ask()
+        speed, gap = table.measure({name: trial.suggest_categorical(name, CHOICES) for name in table.names})
+        truth[trial.number] = speed
+        trial.set_constraint(CONSTRAINT, gap - BUDGET)
+        trial.set_user_attr(SPEED_SD, 0.08)
+        study.tell(trial, speed * (1 + 0.08 * rng.standard_normal()))
+    believed = sampler.posterior(study.trials)
+    raw = np.array([t.value - truth[t.number] for t in study.trials])
+    smooth = np.array([believed[t.number].speedup - truth[t.number] for t in study.trials])
+    assert np.abs(smooth).mean() < 0.7 * np.abs(raw).mean()
+
+
+def test_a_trial_that_was_not_timed_says_nothing_about_time():
+    table = Table(3, 0)
+    sampler = PlanSampler(*table.prior, budget=BUDGET, seed=0)
+    study = _study(table, sampler, trials=8)
+    before = sampler.posterior(study.trials)
+    study.enqueue_trial(dict.fromkeys(table.names, "fp8_e4m3"))
+    trial = study.ask()
+    for name in table.names:
+        trial.suggest_categorical(name, CHOICES)
+    trial.set_constraint(CONSTRAINT, 9.0)
+    study.tell(trial, 0.0)
+    after = sampler.posterior(study.trials)
+    assert all(after[number].speedup == pytest.approx(belief.speedup) for number, belief in before.items())
+    assert after[trial.number].loss_gap > 0.5
+
+
+def test_the_prior_ranks_formats_by_their_error():
+    space = build_space(
+        [Site(module=name, op="linear", leaf=True, flops=10, num_params=n) for name, n in (("a", 1), ("b", 2))],
+        Plan(rules=()),
+        ("fp8_e4m3", "bf16", "fp16"),
+        low_format="bf16",
+    )
+    harms, times = prior(space)
+    assert harms["a"]["fp32"] == times["a"]["fp32"] == 0
+    assert harms["a"]["fp16"] < harms["a"]["bf16"] < harms["a"]["fp8_e4m3"]
+    assert times["a"]["fp8_e4m3"] < times["a"]["bf16"] == times["a"]["fp16"] < 0
+    assert set(harms) == set(times) == {group.name for group in space.groups}
