@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,7 +13,10 @@ from autoprec.errors import UsageError
 from autoprec.fingerprint import fingerprint
 from autoprec.graph.site import GEMM_OPS
 from autoprec.plan import Formats, Level, Mode, Plan, PlanRule, ScalerSettings
-from autoprec.rulebook import OpRule, Rulebook
+from autoprec.planner.families import kept_by_families
+from autoprec.planner.narrow import narrow_formats, narrow_rules
+from autoprec.recipes import DEFAULTS
+from autoprec.rulebook import OpRule, Rulebook, check_rules_match
 from autoprec.target import Target
 
 if TYPE_CHECKING:
@@ -46,20 +50,40 @@ def plan_by_rules(
         merge_casts: see :class:`~autoprec.plan.Plan`.
     """
     low = low_format(target, level, formats)
+    recorded = analysis.sites if analysis is not None and analysis.is_measured else None
+    if recorded is not None:
+        check_rules_match(rulebook, [_Named((*site.aliases, site.module)) for site in recorded])
     rules: list[PlanRule] = list(rulebook.plan_rules)
+    recipe: dict[str, Any] = {}
     if low != "fp32":
-        if analysis is not None:
-            rules += analysis_rules(analysis, low)
+        found = [] if analysis is None else analysis_rules(analysis, low)
+        kept = kept_by_families(model, rulebook, recorded)
+        rules += [rule for rule in found if rule.formats.input == "fp32"]
+        rules += kept.fp32
+        rules += [rule for rule in found if rule.formats.input != "fp32"]
+        narrow = narrow_formats(target, formats)
+        if narrow is not None:
+            layers = narrow_rules(model, target, narrow, low=low, mode=mode, high=kept.high, recorded=recorded)
+            rules += layers
+            recipe = {"fp8": DEFAULTS["fp8"].to_dict()} if any(rule.formats == narrow for rule in layers) else {}
         rules += op_rules(rulebook, low)
     return Plan(
         rules=tuple(rules),
         target=target.name,
         mode=mode,
         level=level,
+        recipe=recipe,
         scaler=scaler_settings(model, rulebook, low, mode),
         merge_casts=merge_casts,
         fingerprint=fingerprint(model),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What a user's glob may name of a site: a glob without ``::`` may also name the module around it."""
+
+    aliases: tuple[str, ...]
 
 
 def low_format(target: Target, level: Level, formats: str | None) -> str:

@@ -1,0 +1,122 @@
+"""Which linear layers go below 16 bit: those that a kernel can take, that nothing keeps high, and that gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from autoprec.errors import TargetError
+from autoprec.estimate import LinearShape, linear_gain
+from autoprec.graph.site import Site
+from autoprec.plan import Formats, Mode, PlanRule
+from autoprec.planner.fold import fold, grouped
+from autoprec.planner.layers import LinearLayer, linear_layers
+from autoprec.target import Target
+
+#: Rows of a layer's input where nothing was recorded: two sequences of 4096, a usual share of one device in training.
+ASSUMED_TOKENS = 8192
+
+#: A smaller estimated gain may be none: the estimate leaves out what an eager framework adds.  At 1.15 it agrees with
+#: the table that https://github.com/pytorch/ao measured on an H100 (2025): K <= 4096 and N <= 1024 don't pay.
+MIN_GAIN = 1.15
+
+_ADAPTERS = ("lora_a", "lora_b", "lora_down", "lora_up")
+
+
+def narrow_formats(target: Target, cap: str | None) -> Formats | None:
+    """The 8-bit formats of a linear layer on the target; None if it has none, or the cap forbids them."""
+    if cap in ("fp32", "tf32", "bf16", "fp16"):
+        return None
+    if {"fp8_e4m3", "fp8_e5m2"} <= set(target.formats):
+        return Formats(input="fp8_e4m3", weight="fp8_e4m3", grad_output="fp8_e5m2")
+    return Formats.all("fp8_e4m3fnuz") if "fp8_e4m3fnuz" in target.formats else None
+
+
+def narrow_rules(
+    model: nn.Module,
+    target: Target,
+    formats: Formats,
+    *,
+    low: str,
+    mode: Mode,
+    high: Mapping[str, str],
+    recorded: Sequence[Site] | None,
+) -> list[PlanRule]:
+    """One rule per reason: layers that stay at 16 bit, then those that go below.
+
+    Args:
+        model: any module, on the meta device too.
+        target: the device.
+        formats: below 16 bit, by role.
+        low: the 16-bit format.
+        mode: training or inference.
+        high: id of a site that stays high → why.
+        recorded: sites as a run showed them; None without one.
+    """
+    sites = None if recorded is None else {site.id: site for site in recorded if site.leaf}
+    kept, lowered = [], []
+    for layer in linear_layers(model, sites):
+        reason = (
+            layer.obstacle or high.get(layer.fqn) or refuse_adapter(layer) or refuse_alignment(layer, target, formats)
+        )
+        if reason:
+            kept.append((reason, layer.glob_name))
+            continue
+        pays, reason = judge_gain(layer, target, formats, low, mode)
+        (lowered if pays else kept).append((reason, layer.glob_name))
+    return [*_rules(kept, Formats.all(low), "family"), *_rules(lowered, formats, "op")]
+
+
+def refuse_adapter(layer: LinearLayer) -> str:
+    """Why a low-rank adapter stays at 16 bit; empty for any other layer."""
+    if any(part.lower().startswith(_ADAPTERS) for part in layer.fqn.split(".")):
+        rank = min(layer.in_features, layer.out_features)
+        return f"an adapter of rank {rank}: it holds what is trained, and hardly any FLOPs"
+    return ""
+
+
+def refuse_alignment(layer: LinearLayer, target: Target, formats: Formats) -> str:
+    """Which dimension the target's kernels can't take; empty if they take both."""
+    multiple = target.align(formats.input)
+    for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
+        if size % multiple:
+            return f"{name}={size} isn't a multiple of {multiple}, as {formats.input} needs on {target.name}"
+    return ""
+
+
+def judge_gain(layer: LinearLayer, target: Target, formats: Formats, low: str, mode: Mode) -> tuple[bool, str]:
+    """Whether the layer gains, and the estimate in words."""
+    tokens = layer.num_tokens if layer.num_tokens is not None else ASSUMED_TOKENS
+    shape = LinearShape(
+        num_tokens=tokens,
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        trains_weight=layer.trains_weight,
+    )
+    if tokens == 0:
+        return False, "its input was empty on the example inputs"
+    try:
+        gain = linear_gain(shape, target, formats, low, mode).value
+    except TargetError as error:
+        return False, f"nothing shows that it gains: {error}"
+    work = f"{layer.in_features} to {layer.out_features} features, {_words(layer, target, formats)}"
+    speed = f"estimated {gain:.2f}x the speed of {low} on {target.name}, casts included"
+    if gain >= MIN_GAIN:
+        return True, f"{speed}: {work}"
+    return False, f"too small to gain, {speed} (needs {MIN_GAIN}x): {work}"
+
+
+def _words(layer: LinearLayer, target: Target, formats: Formats) -> str:
+    if layer.num_tokens is None:
+        return f"assuming {ASSUMED_TOKENS} tokens"
+    multiple = target.align(formats.input)
+    padding = f", padded to a multiple of {multiple}" if layer.num_tokens % multiple else ""
+    return f"{layer.num_tokens} tokens{padding}"
+
+
+def _rules(pairs: Iterable[tuple[str, str]], formats: Formats, source: str) -> list[PlanRule]:
+    return [
+        PlanRule(match=fold(names), formats=formats, reason=reason, source=source)
+        for reason, names in grouped(pairs).items()
+    ]
