@@ -14,8 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoprec.frames.outputs import upcast_floats
+
 #: What to do with one call: ``action(func, args, kwargs)`` returns what the call returns.
 Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Ops that take functions, as a compiler names them: their branches, or their steps, return one dtype.
+BRANCHES = frozenset({"cond", "while_loop", "map_impl", "scan", "associative_scan"})
 
 
 class Frame(Protocol):
@@ -49,10 +54,56 @@ class FrameMode(TorchFunctionMode):
         action = self.frame.actions.get(name)
         if action is not None:
             return action(func, args, kwargs or {})
+        if name == "tag_activation_checkpoint":
+            return func(Scoped(args[0], self.frame), *args[1:], **(kwargs or {}))
+        if name in BRANCHES:
+            args = tuple(Scoped(a, self.frame, fp32=True) if callable(a) else upcast_floats(a) for a in args)
         if name == "unflatten":
             # Dynamo can't call the unbound method under a mode: it takes it for a super() attribute.
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _in_any_graph(change: Callable[..., Any], *args: Any) -> Any:
+    """Changes the mode stack where a compiler allows no side effects: the change is undone before the body ends."""
+    if not torch.compiler.is_compiling():
+        return change(*args)
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed
+
+    return allowed(change, *args)
+
+
+class Scoped:
+    """A function that runs in the frame it was given in, whenever it is called.
+
+    A compiler traces the functions given to an op with the mode off.
+
+    Args:
+        function: the function.
+        frame: its frame.
+        fp32: what it returns has the dtypes of the fp32 model.
+    """
+
+    def __init__(self, function: Callable[..., Any], frame: Frame, fp32: bool = False) -> None:
+        self.function = function
+        self.frame = frame
+        self.fp32 = fp32
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_mode() is not None:
+            return self.function(*args, **kwargs)
+        _in_any_graph(push_mode, FrameMode(self.frame.enter()))
+        try:
+            out = self.function(*args, **kwargs)
+        finally:
+            _in_any_graph(pop_own_mode)
+        return upcast_floats(out) if self.fp32 else out
+
+
+def scoped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` bound to the current frame, or as it is when there is none."""
+    mode = current_mode()
+    return function if mode is None or isinstance(function, Scoped) else Scoped(function, mode.frame)
 
 
 def current_mode() -> FrameMode | None:

@@ -27,6 +27,9 @@ from autoprec.frames.outputs import upcast_floats
 #: Name of the attribute that holds a module's frames.
 STATE = "_autoprec"
 
+#: Name of a converted root's attribute that may run its forward another, equal way: ``fast(module, inner, args, kwargs)``.
+FAST = "_autoprec_fast"
+
 #: Makes the frame of one method of one module: ``make(fqn, module, method) -> Frame``.
 MakeFrame = Callable[[str, nn.Module, str], Frame]
 
@@ -56,15 +59,22 @@ def run_framed(module: nn.Module, name: str, inner: Callable[..., Any], args: An
         return inner(module, *args, **kwargs)
     mode = current_mode()
     if mode is None:
-        with FrameMode(state.frames[name].enter()):
-            out = inner(module, *args, **kwargs)
-        return upcast_floats(out) if state.restore_outputs else out
+        fast = None if torch.compiler.is_compiling() or name != "forward" else vars(module).get(FAST)
+        return run_outermost(module, name, inner, args, kwargs) if fast is None else fast(module, inner, args, kwargs)
     previous = mode.frame
     mode.frame = state.frames[name].enter()
     try:
         return inner(module, *args, **kwargs)
     finally:
         mode.frame = previous
+
+
+def run_outermost(module: nn.Module, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs ``inner(module, …)`` in the mode, as an outermost call."""
+    state = module._autoprec
+    with FrameMode(state.frames[name].enter()):
+        out = inner(module, *args, **kwargs)
+    return upcast_floats(out) if state.restore_outputs else out
 
 
 def _framed_method(inner: FunctionType, name: str) -> FunctionType:
@@ -297,9 +307,7 @@ def _without_frames(cls: type) -> type:
 
 def _calls_super(cls: type) -> bool:
     """Whether methods hold on to this very class, which a copy of it would then not be."""
-    return any(
-        "__class__" in f.__code__.co_freevars for f in vars(cls).values() if isinstance(f, FunctionType)
-    )
+    return any("__class__" in f.__code__.co_freevars for f in vars(cls).values() if isinstance(f, FunctionType))
 
 
 def _on_bases(cls: type, bases: tuple[type, ...]) -> type:

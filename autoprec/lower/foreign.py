@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
-from autoprec.frames.mode import Frame, FrameMode, current_mode, pop_own_mode, push_mode
+from autoprec.frames.mode import pop_own_mode, push_mode, scoped
 from autoprec.frames.swap import original_class
 from autoprec.lower.casts import cast
 
@@ -33,11 +33,9 @@ def guard_foreign_code(model: nn.Module) -> None:
     guard_checkpoint()
     for cls in {original_class(module) for module in model.modules()}:
         for namespace in _namespaces(cls):
-            for name, value in list(namespace.items()):
+            for value in list(namespace.values()):
                 if isinstance(value, type) and issubclass(value, torch.autograd.Function):
                     guard_function(value)
-                elif value is torch_checkpoint.checkpoint and name in namespace:
-                    namespace[name] = checkpoint
 
 
 def _namespaces(cls: type) -> Iterator[dict[str, Any]]:
@@ -77,31 +75,6 @@ def _outside(func: Callable[..., Any]) -> Callable[..., Any]:
     guarded.__name__, guarded.__doc__ = func.__name__, func.__doc__
     guarded.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]
     return guarded
-
-
-class Scoped:
-    """A function that runs in the frame it was given in, whenever it is called."""
-
-    def __init__(self, function: Callable[..., Any], frame: Frame) -> None:
-        self.function = function
-        self.frame = frame
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current_mode() is not None:
-            return self.function(*args, **kwargs)
-        with FrameMode(self.frame.enter()):
-            return self.function(*args, **kwargs)
-
-
-def scoped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` bound to the current frame, or as it is when there is none."""
-    mode = current_mode()
-    return function if mode is None or isinstance(function, Scoped) else Scoped(function, mode.frame)
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``torch.utils.checkpoint.checkpoint`` for a compiler, which pops modes around the checkpointed body."""
-    return torch_checkpoint.checkpoint(scoped(function), *args, **kwargs)
 
 
 @functools.cache
