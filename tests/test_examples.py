@@ -1,6 +1,7 @@
 """Each example runs as its docstring says, on a CPU, and stays short."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,19 @@ def test_a_custom_task_is_tuned(tmp_path):
     printed = run(example("tune_custom_task.py"), "--trials", 3, "-o", "out", cwd=tmp_path)
     assert printed
     assert (tmp_path / "out" / "plan.json").exists()
+
+
+def test_the_readmes_plan_loads_and_its_commands_exist(tmp_path):
+    from typer.main import get_command
+
+    import autoprec
+    from autoprec.cli.app import app
+
+    readme = (ROOT / "README.md").read_text()
+    (sample,) = re.findall(r"```json\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "plan.json").write_text(sample)
+    plan = autoprec.load_plan(tmp_path / "plan.json")
+    assert str(plan.rule_for(["head", "head::linear"]).formats) == "fp32"
+    assert str(plan.rule_for(["blocks.0.mlp::linear"]).formats) == "bf16"
+    commands = set(re.findall(r"autoprec ([a-z]+)", "".join(re.findall(r"```console\n(.*?)```", readme, re.DOTALL))))
+    assert commands == set(get_command(app).commands)
