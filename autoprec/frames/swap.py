@@ -214,6 +214,27 @@ def _copied(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return copied
 
 
+def _recompiled(cls: type[torch.fx.GraphModule]) -> Callable[..., Any]:
+    """``recompile`` of a GraphModule, which writes the new forward on the class it finds: that has to be its own."""
+
+    def recompile(self: torch.fx.GraphModule) -> Any:
+        framed, self.__class__ = type(self), cls
+        try:
+            return self.recompile()
+        finally:
+            self.__class__ = framed
+
+    return recompile
+
+
+def _latest_forward(cls: type[torch.fx.GraphModule]) -> FunctionType:
+    @functools.wraps(cls.forward)
+    def forward(self: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
+
+
 @functools.cache
 def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``cls`` whose methods run in frames; one per class, same name, module and signature."""
@@ -239,7 +260,11 @@ def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
     if leaf is not None:
         namespace["forward"] = next(f for op, f in LEAVES.values() if op == leaf)
         return type(cls.__name__, (cls,), namespace)
-    for name, inner in {"forward": cls.forward, **computing_methods(cls)}.items():
+    methods = {"forward": cls.forward, **computing_methods(cls)}
+    if issubclass(cls, torch.fx.GraphModule):
+        methods["forward"] = _latest_forward(cls)
+        namespace["recompile"] = _recompiled(cls)
+    for name, inner in methods.items():
         wrap = _framed_generator if inspect.isgeneratorfunction(inner) else _framed_method
         namespace[name] = wrap(inner, name)
     if issubclass(cls, nn.RNNBase):
@@ -294,12 +319,17 @@ def _in_frames(cls: type) -> bool:
 
 def _framed_under_parametrization(cls: type[nn.Module]) -> type[nn.Module]:
     """A parametrized class is made for one instance, and undone by taking its base: ours has to be that base."""
-    return _on_bases(cls, tuple(framed_class(base) for base in cls.__bases__))
+    made = _on_bases(cls, tuple(framed_class(base) for base in cls.__bases__))
+    made._autoprec_made_from = cls  # type: ignore[attr-defined]
+    return made
 
 
 def _without_frames(cls: type) -> type:
     if "_autoprec_original" in vars(cls):
         return vars(cls)["_autoprec_original"]
+    made_from = vars(cls).get("_autoprec_made_from")
+    if made_from is not None and vars(cls).keys() - {"_autoprec_made_from"} == vars(made_from).keys():
+        return made_from  # nothing was parametrized since
     if not _in_frames(cls) or _calls_super(cls):
         return cls
     return _on_bases(cls, tuple(_without_frames(base) for base in cls.__bases__))
@@ -311,7 +341,8 @@ def _calls_super(cls: type) -> bool:
 
 
 def _on_bases(cls: type, bases: tuple[type, ...]) -> type:
-    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    left_out = ("__dict__", "__weakref__", "_autoprec_made_from")
+    namespace = {name: value for name, value in vars(cls).items() if name not in left_out}
     return type(cls)(cls.__name__, bases, namespace)
 
 
