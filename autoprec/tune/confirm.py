@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from autoprec.measure import Comparison, Measurement
 from autoprec.plan import Plan
@@ -25,7 +25,8 @@ _FIRST_SEED = 1000
 #: One-sided confidence that the true gap is inside the budget.
 _CONFIDENCE = 0.84
 
-OnAttempt = Callable[[TrialRow, Confirmation], None]
+#: Told of each attempt when it starts, with None, and when it ends.
+OnAttempt = Callable[[TrialRow, Confirmation | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Confirmer:
             candidates: that may win, the likely best first.
             baseline: whole-model 16 bit, if it may win.
             plan_of: the plan of a trial.
-            on_attempt: told of each confirmation.
+            on_attempt: told of each attempt.
 
         Returns:
             the winner, None for fp32, and all confirmations.
@@ -65,6 +66,7 @@ class Confirmer:
         done: list[Confirmation] = []
 
         def attempt(row: TrialRow, rival: Plan | None) -> Confirmation:
+            on_attempt(row, None)
             done.append(self.confirm(row, plan_of(row), rival))
             on_attempt(row, done[-1])
             return done[-1]
@@ -128,7 +130,7 @@ class Confirmer:
         """Mean gap with its 95% interval, and its one-sided upper bound."""
         error = max(stdev(gaps), self.noise) / math.sqrt(len(gaps))
         mean, freedom = fmean(gaps), len(gaps) - 1
-        half = float(student.ppf(0.975, freedom)) * error
+        half = float(stdtrit(freedom, 0.975)) * error
         gap = Measurement(
             value=mean,
             low=mean - half,
@@ -138,7 +140,7 @@ class Confirmer:
             device=like.device,
             versions=like.versions,
         )
-        return gap, mean + float(student.ppf(_CONFIDENCE, freedom)) * error
+        return gap, mean + float(stdtrit(freedom, _CONFIDENCE)) * error
 
 
 def _confirmation(

@@ -19,7 +19,7 @@ The shape of ``result.json`` (:meth:`TuneResult.to_json`), which reports read::
     noise            {loss_gap: relative, seeds, steps}: what weights changed by 1e-6 do
     confirmations    list of {plan_sha256, name, loss_gap {…}, gaps, speedup {…}, control {…}, accepted, why}
     environment      device, versions, threads
-    settings         target, trials, seed, … of the call
+    settings         task as it was named, target, trials, seed, … of the call
 
 All gaps are relative to the reference loss: 0.005 is half a per cent.  Every figure is measured on ``environment``.
 """

@@ -19,6 +19,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
+from scipy.special import ndtr
 
 from autoprec.formats import FORMATS
 from autoprec.tune.space import OTHER, RULES, Space
@@ -180,8 +181,8 @@ class PlanSampler(BaseSampler):
         """The mix with the largest P(gap ≤ budget) · E[time saved on the incumbent]."""
         (time, time_sd), (gap, gap_sd) = (model.predict(self._onehot(pool), pool) for model in fitted)
         z = (incumbent - time) / time_sd
-        gain = time_sd * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
-        return pool[int(np.argmax(_normal_cdf((self._budget - gap) / gap_sd) * gain))]
+        gain = time_sd * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
+        return pool[int(np.argmax(ndtr((self._budget - gap) / gap_sd) * gain))]
 
     def _pool(self, seen: _Seen, fitted: tuple[Surrogate, Surrogate], taken: set[tuple[int, ...]]) -> np.ndarray:
         """Mixes not measured yet; all mixes where each has been."""
@@ -227,9 +228,3 @@ class PlanSampler(BaseSampler):
 
 def _encode(costs: Costs, groups: Mapping[str, tuple[str, ...]]) -> np.ndarray:
     return np.array([costs[name][choice] for name, choices in groups.items() for choice in choices], dtype=float)
-
-
-def _normal_cdf(z: np.ndarray) -> np.ndarray:
-    from scipy.special import ndtr
-
-    return ndtr(z)

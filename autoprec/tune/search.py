@@ -34,7 +34,7 @@ from autoprec.tune.progress import OnProgress, Progress, silent
 from autoprec.tune.result import Confirmation, TrialRow, TuneResult
 from autoprec.tune.sampler import PlanSampler, make_sampler, prior
 from autoprec.tune.space import Space
-from autoprec.tune.storage import open_study, reclaim_stale_trials
+from autoprec.tune.storage import open_study, reclaim_stale_trials, without_password
 from autoprec.tune.trainer import own_random_state
 from autoprec.tune.verdict import make_evidence, say_faster, say_no_gain
 from autoprec.tune.warmup import MIN_STEPS, obtain_checkpoint
@@ -92,6 +92,7 @@ def tune(
     name = study or loaded.name
     run = _Run(
         task=loaded,
+        spec=task if isinstance(task, str) else loaded.name,
         name=name,
         place=find_place(target),
         folder=Path(output_dir) if output_dir is not None else Path("runs") / name,
@@ -114,6 +115,7 @@ class _Run:
     """The arguments of one call of :func:`tune`, checked."""
 
     task: Task
+    spec: str
     name: str
     place: Place
     folder: Path
@@ -210,9 +212,15 @@ class _Run:
             rounds=max(15, bench.effort.rounds),
         )
 
-        def on_attempt(row: TrialRow, confirmation: Confirmation) -> None:
-            message = f"trial {row.number} again: {confirmation.speedup.value:.2f}x fp32; {confirmation.why}"
-            self.progress(Progress(stage="confirm", done=1, total=None, message=message, row=row))
+        num_ended = 0
+
+        def on_attempt(row: TrialRow, confirmation: Confirmation | None) -> None:
+            nonlocal num_ended
+            message = f"confirming trial {row.number} on fresh data"
+            if confirmation is not None:
+                num_ended += 1
+                message = f"trial {row.number} again: {confirmation.speedup.value:.2f}x fp32; {confirmation.why}"
+            self.progress(Progress(stage="confirm", done=num_ended, total=None, message=message))
 
         return confirmer.choose(candidates, baseline, lambda row: _plan_of(space, row), on_attempt)
 
@@ -267,6 +275,9 @@ class _Run:
 
     def _settings(self, bench: Bench) -> dict[str, Any]:
         return {
+            "task": self.spec,
+            "study": self.name,
+            "storage": None if self.storage is None else without_password(self.storage),
             "target": self.place.target.name,
             "trials": self.trials,
             "timeout": self.timeout,

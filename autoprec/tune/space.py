@@ -19,14 +19,15 @@ from autoprec.graph.site import Site
 from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule, ScalerSettings
 
-#: The group of all sites that no other group has: norms, softmax, activations, additions.
-OTHER = "other"
+#: The group of all sites that no other group has: norms, softmax, activations, additions.  No module has such a name.
+OTHER = "other ops"
 #: Its choice "as the rules say"; a group of GEMMs names the rules' format instead.
 RULES = "rules"
 
 _BANDS = 4
 _MAX_GROUPS = 40
-#: Below this share of the GEMM FLOPs a site can't move the step time, and joins the group ``small``.
+#: Below this share of the GEMM FLOPs a site can't move the step time, and joins this group where there are many.
+_SMALL = "small products"
 _SMALL_SHARE = 0.002
 _SIXTEEN_BIT = ("bf16", "fp16")
 
@@ -213,7 +214,7 @@ def _group(gemms: Sequence[Site], free: Sequence[Site], base: Plan, choices: Seq
     for bands, small in ((_BANDS, 0.0), (_BANDS, _SMALL_SHARE), (1, _SMALL_SHARE)):
         keyed = defaultdict(list)
         for site, role in zip(gemms, _roles(gemms, bands), strict=True):
-            keyed["small" if site.flops < small * total else role, _rules_choice(rule_of(site))].append(site)
+            keyed[_SMALL if site.flops < small * total else role, _rules_choice(rule_of(site))].append(site)
         if len(keyed) <= _MAX_GROUPS:
             break
     names = [name for name, _ in keyed]

@@ -46,7 +46,7 @@ def open_study(name: str, storage: str | BaseStorage | None, folder: Path, ident
         study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
     except Exception as exc:  # each database driver has its own errors
         raise StudyError(
-            f"the storage {_without_password(storage)} can't be used: {type(exc).__name__}: {exc}. Allowed: an Optuna "
+            f"the storage {without_password(storage)} can't be used: {type(exc).__name__}: {exc}. Allowed: an Optuna "
             "storage URL such as sqlite:///study.db or postgresql://user@host/name"
         ) from exc
     finally:
@@ -71,7 +71,8 @@ def _check_identity(study: optuna.Study, identity: Mapping[str, Any]) -> None:
         )
 
 
-def _without_password(storage: str | BaseStorage) -> str:
+def without_password(storage: str | BaseStorage) -> str:
+    """A storage's URL as it may be shown."""
     return re.sub(r"://([^:/@]*):[^@]*@", r"://\1:***@", storage) if isinstance(storage, str) else repr(storage)
 
 
