@@ -50,16 +50,22 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
         del now[name]
     for name, (value, entries) in saved.items():
         now[name] = value
-        if isinstance(value, (dict, set)) and value != entries:
+        if entries is not None and not _same(value, entries):
             _refill(value, entries)
-        elif isinstance(value, list) and not _same(value, entries):
-            value[:] = entries
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+def _same(now: Any, before: Any) -> bool:
+    """Whether a container holds the same objects; equality won't do, since tensors have none."""
+    if isinstance(before, set):
+        return now == before
+    if isinstance(before, dict):
+        return list(now) == list(before) and all(now[key] is value for key, value in before.items())
+    return len(now) == len(before) and all(x is y for x, y in zip(now, before, strict=True))
 
 
-def _refill(value: Any, entries: Any) -> None:
-    value.clear()
-    value.update(entries)
+def _refill(now: Any, before: Any) -> None:
+    now.clear()
+    if isinstance(now, list):
+        now.extend(before)
+    else:
+        now.update(before)
