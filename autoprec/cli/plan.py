@@ -1,5 +1,6 @@
 """``autoprec plan``: the plan that the rules give a model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,9 +69,11 @@ def rules_plan(
     from autoprec.convert import plan_for
     from autoprec.graph.inputs import as_run
     from autoprec.planner.rules import keep_rules
-    from autoprec.rulebook import load_rulebook
+    from autoprec.rulebook import SiteRule, load_rulebook
 
     run = None if named.example_inputs is None else as_run(named.example_inputs)
-    pins = keep_rules(keep or ())
-    made = plan_for(named.module, target, run, level, mode, formats, load_rulebook(*rules or ()))
-    return made.with_rules_first(*pins)
+    # as rules of a file of the user's, so that a pin that matches no site is the same error
+    pins = tuple(SiteRule(rule=rule, file="--keep") for rule in keep_rules(keep or ()))
+    rulebook = load_rulebook(*rules or ())
+    pinned = replace(rulebook, sites=(*pins, *rulebook.sites))
+    return plan_for(named.module, target, run, level, mode, formats, pinned)

@@ -48,7 +48,9 @@ def test_level_mode_formats_and_pins_reach_the_plan(cli, models):
     [
         (("--target", "h1000"), "h100"),
         (("--level", "O9"), "'O0', 'O1', 'O2', 'O3'"),
-        (("--keep", "head"), "SITE=FORMAT"),
+        (("--keep", "out"), "SITE=FORMAT"),
+        (("--keep", "hout=fp32"), "matches none"),
+        (("--keep", "out=bf61"), "bf61"),
         (("--formats", "bf61"), "bf61"),
     ],
 )
