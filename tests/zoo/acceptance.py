@@ -1,0 +1,171 @@
+"""What a converted model must keep, for any model that trains in fp32; for the tests and for zoo stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import autoprec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TARGETS = {"bf16": "a100", "fp16": "v100"}
+
+#: Relative L2 error that any model may have; an ill-conditioned one may have twice that of rounding its weights alone.
+TOLERANCE = {"bf16": 5e-2, "fp16": 2e-2}
+
+#: Values beyond this are marks (a mask's ``-1e9``), no results.
+_MARK = 1e8
+
+#: Makes the model, its positional and its keyword arguments, the same each time.
+Fresh = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+
+Gradient = dict[str, torch.Tensor]
+
+
+def accept(fresh: Fresh, format_name: str) -> dict[str, float]:
+    """Converts a model and checks that it still is that model, and as exact as the format allows.
+
+    Args:
+        fresh: makes the fp32 model and its inputs.
+        format_name: ``bf16`` or ``fp16``.
+
+    Returns:
+        What was measured: the share of GEMM FLOPs that ran low, errors and their limits, the loss scale.
+
+    Raises:
+        AssertionError: the model lost something, or is less exact than it must be.
+    """
+    reference, reference_gradient = _fp32(fresh)
+    rounded, rounded_gradient = _fp32(fresh, DTYPES[format_name])
+    model, args, kwargs = fresh()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    autoprec.convert(model, TARGETS[format_name], lambda m: run(m, args, kwargs))
+    assert list(model.state_dict()) == list(before), "the keys of the state_dict changed"
+    share = autoprec.receipt(model).low_precision_share
+    assert share > 0, "no product runs low"
+
+    outputs, gradient, scale = _scaled(model, fresh, scale=2.0**16 if format_name == "fp16" else 1.0)
+    assert [o.dtype for o in outputs] == [o.dtype for o in reference], "an output changed its dtype"
+    measured = {"share": share, "scale": scale}
+    measured |= _compare(outputs, reference, rounded, format_name)
+    error, of_rounding = (gradient_error(g, reference_gradient) for g in (gradient, rounded_gradient))
+    limit = max(TOLERANCE[format_name], 2 * of_rounding)
+    measured |= {"gradient_error": error, "gradient_limit": limit}
+    assert error <= limit, f"the gradient is off by {error:.3g}, allowed are {limit:.3g}"
+
+    autoprec.revert(model)
+    assert [type(module) for module in model.modules()] == kinds, "a module isn't its own class again"
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), f"{name} isn't as before"
+    _, args, kwargs = fresh()
+    for now, then in zip(floats(run(model, args, kwargs)), reference, strict=True):
+        assert torch.equal(now.nan_to_num(), then.nan_to_num()), "the reverted model isn't the fp32 model again"
+    return measured
+
+
+def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call, with the random numbers it may draw always the same."""
+    torch.manual_seed(1)
+    return model(*args, **kwargs)
+
+
+def floats(tree: Any) -> list[torch.Tensor]:
+    """The floating tensors in a model's output, also in mappings and data classes that pytrees don't know."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def go(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point() and value.layout is torch.strided:
+                found.append(value)
+        elif id(value) not in seen and isinstance(value, (Mapping, list, tuple)):
+            seen.add(id(value))
+            for item in value.values() if isinstance(value, Mapping) else value:
+                go(item)
+        elif hasattr(value, "__dataclass_fields__"):
+            go({name: getattr(value, name) for name in value.__dataclass_fields__})
+
+    go(tree)
+    return found
+
+
+def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Mean squares of all outputs, without marks."""
+    terms = [
+        x[x.isfinite() & (x.abs() < _MARK)].float().pow(2).mean() for x in outputs if x.requires_grad and x.numel()
+    ]
+    assert terms, "no output requires a gradient: this model doesn't train"
+    return torch.stack(terms).sum()
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative L2 error over what is finite and no mark in the reference; infinite where ``value`` isn't finite."""
+    assert value.shape == reference.shape, f"shape {tuple(value.shape)} instead of {tuple(reference.shape)}"
+    value, reference = value.detach().double(), reference.detach().double()
+    real = reference.isfinite() & (reference.abs() < _MARK)
+    if not bool(value[real].isfinite().all()):
+        return float("inf")
+    return float((value - reference)[real].norm() / reference[real].norm().clamp(min=1e-12))
+
+
+def gradient_error(gradient: Gradient, reference: Gradient) -> float:
+    """Relative L2 error of the gradient as one vector; a parameter without any counts as zeros."""
+    off = sum(
+        float((gradient.get(n, torch.zeros(())).double() - g.double()).square().sum()) for n, g in reference.items()
+    )
+    norm = sum(float(g.double().square().sum()) for g in reference.values())
+    return (off / norm) ** 0.5 if norm else off**0.5
+
+
+def _fp32(fresh: Fresh, rounding: torch.dtype | None = None) -> tuple[list[torch.Tensor], Gradient]:
+    """Outputs and gradient in fp32; with ``rounding``, of weights and inputs that were rounded to it first."""
+    model, args, kwargs = fresh()
+    if rounding is not None:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.is_floating_point():
+                    tensor.copy_(tensor.to(rounding))
+        args, kwargs = pytree.tree_map(lambda x: _rounded(x, rounding), (args, kwargs))
+    outputs = floats(run(model, args, kwargs))
+    loss(outputs).backward()
+    return [o.detach() for o in outputs], _gradient(model)
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype).to(value.dtype) if is_float else value
+
+
+def _scaled(model: nn.Module, fresh: Fresh, scale: float) -> tuple[list[torch.Tensor], Gradient, float]:
+    """Outputs and unscaled gradient under the largest loss scale, halved from ``scale``, whose gradient is finite."""
+    while True:
+        _, args, kwargs = fresh()
+        outputs = floats(run(model, args, kwargs))
+        (loss(outputs) * scale).backward()
+        gradient = {name: g / scale for name, g in _gradient(model).items()}
+        if scale <= 2.0**-24 or all(bool(g.isfinite().all()) for g in gradient.values()):
+            return outputs, gradient, scale
+        scale /= 2
+        model.zero_grad()
+
+
+def _gradient(model: nn.Module) -> Gradient:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _compare(
+    outputs: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor], name: str
+) -> dict[str, float]:
+    """The output that is worst against its limit."""
+    worst = {"output_error": 0.0, "output_limit": TOLERANCE[name]}
+    for i, (value, real, low) in enumerate(zip(outputs, reference, rounded, strict=True)):
+        error, limit = relative_error(value, real), max(TOLERANCE[name], 2 * relative_error(low, real))
+        assert error <= limit, f"output {i} is off by {error:.3g}, allowed are {limit:.3g}"
+        if error / limit > worst["output_error"] / worst["output_limit"]:
+            worst = {"output_error": error, "output_limit": limit}
+    return worst
