@@ -9,6 +9,9 @@ import torch
 #: Values beyond this are marks (a mask's ``-1e9``), which would drown the error of all others.
 _MARK = 1e8
 
+#: Norms below this may be of values whose squares are zero in fp32.
+_TINY = 1e-12
+
 
 def round_low(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` rounded to a 16-bit dtype and back: beyond the range it is infinite, as in a kernel's result."""
@@ -30,6 +33,11 @@ def relative_error(low: torch.Tensor, real: torch.Tensor) -> float:
     """
     if real.numel() == 0:
         return 0.0
+    norm = float(real.norm())
+    if _TINY < norm <= _MARK:  # no mark, and no square leaves fp32: nothing to look out for
+        error = float((low - real).norm()) / norm
+        if math.isfinite(error):
+            return error
     if is_broken(low, real):
         return math.inf
     largest = float(real.abs().max())

@@ -18,6 +18,7 @@ _PROBABILITIES = frozenset(
     {"sigmoid", "softmax", "clamp", "clamp_min", "clamp_max", "sub", "where", "mul", "neg", "add"}
 )
 _LOGS = frozenset({"log", "log2", "log10", "log1p", "xlogy", "logit"})
+_CUMULATIVE = frozenset({"cumsum", "cumprod", "logcumsumexp"})
 _NORMS = frozenset({"norm", "linalg_vector_norm", "linalg_norm", "sqrt", "rsqrt"})
 
 #: Sites of one occurrence.
@@ -91,6 +92,14 @@ def _cosine(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
                 yield from (facts, total, end)
 
 
+def _differences(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
+    """Cumulative sum → difference of two of its entries."""
+    if facts.op == "sub":
+        sums = [f for f in _above(graph, facts, SHAPES | _CUMULATIVE) if f.op in _CUMULATIVE]
+        if sums:
+            yield from (*sums, facts)
+
+
 def _loss(graph: Graph, facts: SiteFacts) -> Iterator[SiteFacts]:
     """Probability (→ clamp) → log."""
     if facts.op not in _LOGS:
@@ -120,6 +129,10 @@ _FINDERS: tuple[tuple[Callable[[Graph, SiteFacts], Members], str], ...] = (
         "a hand-written cosine similarity: products overflow fp16, and the quotient of rounded sums leaves [-1, 1]",
     ),
     (_loss, "a hand-written cross-entropy or focal loss: a probability near 1 rounds to 1, and log(1 - p) is infinite"),
+    (
+        _differences,
+        "differences of a cumulative sum: two long sums are rounded, and little is left when they cancel",
+    ),
     (
         _angles,
         "rotary or sinusoidal position embeddings: a rounded angle of some hundred radians is off by whole turns",

@@ -6,7 +6,7 @@ import math
 
 from autoprec.analyze.facts import Graph, SiteFacts
 from autoprec.analyze.findings import Findings
-from autoprec.analyze.ops import PHASES
+from autoprec.analyze.ops import NORMS, PHASES
 from autoprec.analyze.shadow import Outcome
 from autoprec.formats import Format
 
@@ -23,6 +23,9 @@ HEAD_ROOM = {"training": 4.0, "inference": 2.0}
 
 #: Elements below which a chance cancellation makes the error of the whole result large.
 _FEW = 64
+
+#: Roundings in a row from which on their sum is allowed to be larger.
+_LONG = 16
 
 
 class RangeJudge:
@@ -54,7 +57,9 @@ class RangeJudge:
         return True
 
     def _judge_following(self, facts: SiteFacts, outcome: Outcome) -> bool:
-        bound = self._bound(facts, MAX_ERROR)
+        bound = self._bound(facts, MAX_AMPLIFIED_ERROR if facts.op in NORMS else MAX_ERROR)
+        # A residual stream rounds once a block: errors that add up like noise aren't one site's fault.
+        bound *= math.sqrt(1 + len(outcome.chain) / _LONG)
         if outcome.low <= bound:
             return False
         if outcome.unrounded <= bound or _is_curable(outcome, bound):

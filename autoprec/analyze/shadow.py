@@ -62,6 +62,9 @@ class Outcome:
     roots: frozenset[str]
 
 
+#: Ops whose fp32 parameters leave the result in the dtype of the input.
+_LIKE_INPUT = frozenset({"batch_norm"})
+
 #: Below this error nothing needs a reason.
 _NOTABLE = 1e-3
 
@@ -217,7 +220,7 @@ class ShadowRun:
 
     def _result_is_low(self, step: Step, to_destination: bool) -> bool:
         floats = [t for t in step.inputs if t.is_floating_point()]
-        if step.writes or to_destination:
+        if step.writes or to_destination or step.op in _LIKE_INPUT:
             floats = [step.args[0]] if isinstance(step.args[0], torch.Tensor) else floats
         # A tensor without dimensions doesn't widen one with.
         ranked = [t for t in floats if t.dim() > 0] or floats

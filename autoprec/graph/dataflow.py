@@ -305,5 +305,7 @@ def _written_arguments(name: str) -> str:
     lines = [linecache.getline(frame.f_code.co_filename, n).encode() for n in range(first, last + 1)]
     lines[-1] = lines[-1][:end]  # before the front is cut: it may be the same line; columns are in bytes
     lines[0] = lines[0][start:]
-    _, call, arguments = b"".join(lines).decode(errors="replace").rpartition(f".{name}(")
+    # A method on a line of its own starts at its name, without the dot.
+    text = "." + b"".join(lines).decode(errors="replace")
+    _, call, arguments = text.rpartition(f".{name}(")
     return arguments if call else ""

@@ -80,6 +80,17 @@ def test_a_hand_written_variance(look) -> None:
     assert "variance" in look(Variance(), torch.randn(4, 16)).by_id["::mean#1"].reason
 
 
+def test_differences_of_a_cumulative_sum(look) -> None:
+    class Segments(Head):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sums = self.lin(x).cumsum(0)
+            return sums[8:] - sums[:-8]
+
+    row = look(Segments(), torch.randn(64, 16)).by_id["::sub#0"]
+    assert row.tag == "follow", "the sums come in fp32"
+    assert "cumulative sum" in row.reason
+
+
 def test_a_focal_loss_keeps_its_clamp_in_fp32_where_the_bound_would_round_to_one(look) -> None:
     class Focal(Head):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -199,3 +199,23 @@ def test_writes_in_place_and_through_an_index_are_followed(look) -> None:
 def test_dropout_draws_the_same_mask_for_every_format(look) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)).train()
     assert look(model, torch.randn(64, 16)).by_id["1"].errors["bf16"] < 1e-2
+
+
+def test_a_long_residual_stream_in_16_bit_is_nobodys_fault(look) -> None:
+    class Stream(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(depth))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.stem(x)
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                h = torch.relu(h + norm(conv(h)))
+            return h
+
+    analysis = look(Stream(60), torch.randn(4, 3, 8, 8))
+    assert not fp32_by_range(analysis, "bf16")
+    assert not fp32_by_range(analysis, "fp16")
+    assert analysis.by_id["::relu#59"].errors["bf16"] > analysis.by_id["::relu#0"].errors["bf16"]
