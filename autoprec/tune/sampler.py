@@ -15,14 +15,16 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from scipy.special import ndtr
 
 from autoprec.formats import FORMATS
 from autoprec.tune.space import OTHER, RULES, Space
+from autoprec.tune.storage import quiet_optuna
 from autoprec.tune.surrogate import Surrogate, gap_surrogate, time_surrogate
 
 #: Constraint of a trial: its loss gap less the budget.
@@ -108,12 +110,11 @@ class PlanSampler(BaseSampler):
         self._harms = _encode(harms, self._groups)
         self._times = _encode(times, self._groups)
         self._budget, self._noise = budget, noise
-        self._rng = np.random.default_rng(seed)
-        self._others = TPESampler(seed=seed, n_startup_trials=3)
+        self._rng, self._seed = np.random.default_rng(seed), seed
 
     def reseed_rng(self) -> None:
         self._rng = np.random.default_rng()
-        self._others.reseed_rng()
+        self._seed = int(self._rng.integers(2**31))
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {name: CategoricalDistribution(choices) for name, choices in self._groups.items()}
@@ -121,8 +122,19 @@ class PlanSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """The loss scaler's numbers, which aren't sums over layers, are left to TPE."""
-        return self._others.sample_independent(study, trial, param_name, param_distribution)
+        """The loss scaler's numbers cost no time and aren't sums over layers: TPE moves them, by the loss gap alone."""
+        with quiet_optuna():
+            by_loss = optuna.create_study(sampler=TPESampler(seed=self._seed + trial.number, n_startup_trials=4))
+        for done in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            if param_name in done.params and CONSTRAINT in done.constraints:
+                by_loss.add_trial(
+                    create_trial(
+                        params={param_name: done.params[param_name]},
+                        distributions={param_name: param_distribution},
+                        value=done.constraints[CONSTRAINT],
+                    )
+                )
+        return by_loss.ask({param_name: param_distribution}).params[param_name]
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -138,7 +150,7 @@ class PlanSampler(BaseSampler):
         return {name: choices[k] for (name, choices), k in zip(self._groups.items(), best, strict=True)}
 
     def posterior(self, trials: Sequence[FrozenTrial]) -> dict[int, Belief]:
-        """What finished trials are believed to be, in the light of all of them: by trial number."""
+        """What measured mixes are believed to be, in the light of all: by the number of each mix's best trial."""
         seen = self._seen(trials)
         onehot = self._onehot(seen.mixes)
         (time, _), (gap, gap_sd) = (model.predict(onehot, seen.mixes) for model in self._fit(seen))
@@ -148,7 +160,14 @@ class PlanSampler(BaseSampler):
         }
 
     def _seen(self, trials: Sequence[FrozenTrial]) -> _Seen:
-        done = [t for t in trials if t.state == TrialState.COMPLETE and CONSTRAINT in t.constraints]
+        best: dict[tuple[int, ...], FrozenTrial] = {}
+        for trial in trials:
+            if trial.state == TrialState.COMPLETE and CONSTRAINT in trial.constraints:
+                # one mix with several scaler settings is judged by the best of them
+                mix = self._indices(trial.params)
+                if mix not in best or trial.constraints[CONSTRAINT] < best[mix].constraints[CONSTRAINT]:
+                    best[mix] = trial
+        done = list(best.values())
         gap = np.array([t.constraints[CONSTRAINT] + self._budget for t in done])
         speed = np.array([t.values[0] for t in done])
         sd = np.array([t.user_attrs.get(SPEED_SD, 0.01) for t in done])

@@ -6,7 +6,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ _LEASE_GRACE_S = 60.0
 _MAX_ATTEMPTS = 3
 
 
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Our own progress says what Optuna would log."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
 def open_study(name: str, storage: str | BaseStorage | None, folder: Path, identity: Mapping[str, Any]) -> optuna.Study:
     """The study of that name, made if it isn't there.
 
@@ -39,18 +51,14 @@ def open_study(name: str, storage: str | BaseStorage | None, folder: Path, ident
     if storage is None:
         folder.mkdir(parents=True, exist_ok=True)
         storage = f"sqlite:///{folder / 'study.db'}"
-    verbosity = optuna.logging.get_verbosity()
-    # what Optuna logs about each trial is said by our own progress
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+        with quiet_optuna():
+            study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
     except Exception as exc:  # each database driver has its own errors
         raise StudyError(
             f"the storage {without_password(storage)} can't be used: {type(exc).__name__}: {exc}. Allowed: an Optuna "
             "storage URL such as sqlite:///study.db or postgresql://user@host/name"
         ) from exc
-    finally:
-        optuna.logging.set_verbosity(verbosity)
     _check_identity(study, identity)
     return study
 

@@ -140,8 +140,7 @@ def test_a_trial_that_was_not_timed_says_nothing_about_time():
     sampler = PlanSampler(*table.prior, budget=BUDGET, seed=0)
     study = _study(table, sampler, trials=8)
     before = sampler.posterior(study.trials)
-    study.enqueue_trial(dict.fromkeys(table.names, "fp8_e4m3"))
-    trial = study.ask()
+    trial = study.ask()  # a mix that wasn't measured yet
     for name in table.names:
         trial.suggest_categorical(name, CHOICES)
     trial.set_constraint(CONSTRAINT, 9.0)
@@ -163,3 +162,19 @@ def test_the_prior_ranks_formats_by_their_error():
     assert harms["a"]["fp16"] < harms["a"]["bf16"] < harms["a"]["fp8_e4m3"]
     assert times["a"]["fp8_e4m3"] < times["a"]["bf16"] == times["a"]["fp16"] < 0
     assert set(harms) == set(times) == {group.name for group in space.groups}
+
+
+def test_the_scalers_numbers_follow_the_loss():
+    """Speed doesn't depend on them; the loss is good at one value only."""
+    table = Table(2, 0)
+    study = optuna.create_study(direction="maximize", sampler=PlanSampler(*table.prior, budget=BUDGET, seed=0))
+    scales = [2.0**k for k in range(5, 12)]
+    for _ in range(40):
+        trial = study.ask()
+        speed, gap = table.measure({name: trial.suggest_categorical(name, CHOICES) for name in table.names})
+        scale = trial.suggest_categorical("scaler.init_scale", scales)
+        trial.set_constraint(CONSTRAINT, gap + (0 if scale == 256.0 else 3) - BUDGET)
+        study.tell(trial, speed)
+    late = [t.params["scaler.init_scale"] for t in study.trials[-15:]]
+    assert late.count(256.0) >= 6  # 2 at random
+    assert len(study.sampler.posterior(study.trials)) == 9  # one belief a mix: that of its best scaler
