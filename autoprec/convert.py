@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from os import PathLike
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from autoprec.errors import ConversionError, UsageError
 from autoprec.fingerprint import check_fingerprint
+from autoprec.frames.swap import FAST
 from autoprec.graph.inputs import Run, as_run
 from autoprec.graph.record import record
 from autoprec.lower.apply import CONVERSION, Conversion, apply, undo
@@ -133,7 +135,9 @@ def receipt(model: nn.Module, example_inputs: Any = None) -> Receipt:
     conversion = _conversion(model)
     if example_inputs is not None:
         conversion.receipt = make_receipt(model, conversion, record(model, as_run(example_inputs)))
-    return conversion.receipt
+    fast = vars(model).get(FAST)
+    written = conversion.receipt
+    return written if fast is None else replace(written, notes=(*written.notes, fast.note))
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from autoprec.backends.registry import choose
-from autoprec.frames.swap import FrameState, framed_methods, leaf_op, original_class, remove, set_frames
+from autoprec.frames.swap import FAST, FrameState, framed_methods, leaf_op, original_class, remove, set_frames
 from autoprec.graph.site import GEMM_OPS
 from autoprec.lower.casts import NUMBER_OPS
+from autoprec.lower.fast.path import FastPath
 from autoprec.lower.foreign import guard_foreign_code
 from autoprec.lower.frame import CastFrame, Choice, Choices, GemmSettings, frame_for
 from autoprec.lower.gemm import DTYPES
@@ -141,6 +143,9 @@ def apply(model: nn.Module, plan: Plan, rulebook: Rulebook) -> Conversion:
             dtype = DTYPES[low]
             conversion.stored = store(model, dtype, masters=plan.level == "O2" and plan.mode == "training")
     vars(model)[CONVERSION] = conversion
+    root = original_class(model)
+    if not conversion.refused.get("") and not leaf_op(root) and not inspect.isgeneratorfunction(root.forward):
+        vars(model)[FAST] = FastPath(keep_weights=plan.mode == "inference", merge_training=plan.merge_casts)
     return conversion
 
 
@@ -160,6 +165,7 @@ def _keep_unfused(model: nn.Module, conversion: Conversion) -> None:
 def undo(model: nn.Module) -> None:
     """Takes a plan out of a model; does nothing if there is none."""
     conversion = vars(model).pop(CONVERSION, None)
+    vars(model).pop(FAST, None)
     forget(model.parameters())
     for module in model.modules():
         remove(module)

@@ -1,0 +1,82 @@
+"""When a captured graph must not stand in for the forward: somebody else watches, traces or changed the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as fx_trace
+from torch.nn.modules import module as torch_module
+
+from autoprec.frames.swap import STATE
+
+#: Attributes of one module that hold hooks.  Dynamo compiles them in or out once and doesn't look again.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+
+def somebody_else_runs() -> bool:
+    """Whether this thread is inside a tracer, a user's mode, a functional transform or a recomputation."""
+    return (
+        torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or fx_trace._is_fx_tracing_flag
+        or torch._C._len_torch_dispatch_stack() > 0  # fake tensors and make_fx among them
+        or _has_function_mode()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        # Checkpointing and offloading count what a forward saves.
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._current_graph_task_id() != -1  # inside a backward: a recomputation
+        or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None  # after a break in the user's own graph
+    )
+
+
+def _has_function_mode() -> bool:
+    """A mode of the user's; ``set_default_device`` leaves one on the stack for good, which doesn't count."""
+    for i in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(i)).__name__ != "DeviceContext":
+            return True
+    return False
+
+
+def why_unavailable() -> str | None:
+    """What this version of torch lacks of what :func:`somebody_else_runs` asks, or None."""
+    try:
+        somebody_else_runs()
+        for name in _GLOBAL_HOOKS:
+            getattr(torch_module, name)
+    except AttributeError as error:
+        return f"torch {torch.__version__}: {error}"
+    return None
+
+
+class ModelWatch:
+    """Tells cheaply, at each call, whether a model is still as it was captured where Dynamo doesn't look.
+
+    Holds the attributes of the submodules but nothing of the root, so that no reference cycle keeps a model alive.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        below = [module for module in root.modules() if module is not root]
+        self._root_state = vars(root).get(STATE)
+        self._states = tuple((vars(module), vars(module).get(STATE)) for module in below)
+        hooks = [vars(module).get(name) for module in below for name in _HOOKS]
+        self._hooks = (*(h for h in hooks if h is not None), *(getattr(torch_module, name) for name in _GLOBAL_HOOKS))
+
+    def objection(self, root: nn.Module) -> str | None:
+        """Why the graph may not run now; None if nothing is in the way."""
+        attributes = vars(root)
+        if attributes.get(STATE) is not self._root_state:
+            return "other frames were put in"
+        # A class on top of ours (fully_shard, a parametrization) or FSDP's flat parameters: guards don't see those.
+        if "_autoprec_original" not in vars(type(root)) or "_is_fsdp_managed_module" in attributes:
+            return "another wrapper manages its parameters"
+        for hooks in self._hooks:
+            if hooks:
+                return "a submodule has hooks"
+        for attributes, state in self._states:
+            if attributes.get(STATE) is not state:
+                return "a submodule was converted or reverted by itself"
+            if "_compiled_call_impl" in attributes or "forward" in attributes:
+                return "a submodule is compiled or has a forward of its own"
+        return None
