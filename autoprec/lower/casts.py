@@ -60,25 +60,20 @@ class CastTo:
 
 @dataclass(frozen=True, slots=True)
 class CastAround:
-    """Like :class:`CastTo` for an op that writes some of its arguments: those are copied back after the call.
+    """Like :class:`CastTo` for an op that writes running statistics: their casts are copied back after the call.
 
-    Args:
-        dtype: what the call runs in.
-        written: position → name of the arguments that the call writes (running statistics).
+    Statistics are the vectors among the arguments that take no gradient: ``F.batch_norm`` and ``torch.batch_norm``, one
+    name, have them at different places.  A frozen weight gets the value that it has.
     """
 
     dtype: torch.dtype
-    written: tuple[tuple[int, str], ...]
 
     def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         new = [cast(a, self.dtype) for a in args]
         named = {k: cast(v, self.dtype) for k, v in kwargs.items()}
         out = func(*new, **named)
-        for position, name in self.written:
-            before, after = (
-                (args[position], new[position]) if position < len(args) else (kwargs.get(name), named.get(name))
-            )
-            if isinstance(before, torch.Tensor) and after is not before:
+        for before, after in zip((*args, *kwargs.values()), (*new, *named.values()), strict=True):
+            if after is not before and isinstance(before, torch.Tensor) and before.ndim == 1 and not before.requires_grad:
                 before.copy_(after)
         return out
 
@@ -95,7 +90,7 @@ class KeepStatistics:
         parameters = {t.dtype for t in given[1:]}
         if parameters <= {torch.float32} or parameters == {given[0].dtype}:
             return func(*args, **kwargs)
-        return CastAround(torch.float32, WRITTEN["batch_norm"])(func, args, kwargs)
+        return CastAround(torch.float32)(func, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +150,8 @@ class WideFactory:
         return func(*args, **kwargs)
 
 
-#: Ops that write some of their arguments: op → (position, name) of those.
-WRITTEN = {
-    "batch_norm": ((1, "running_mean"), (2, "running_var")),
-    "instance_norm": ((1, "running_mean"), (2, "running_var")),
-}
+#: Ops that write running statistics.
+WRITTEN = ("batch_norm", "instance_norm", "native_batch_norm")
 
 #: Ops whose Python number may leave a 16-bit range, beside those that the rules guard as fills.
 NUMBER_OPS = ("where", "add", "sub", "clamp", "clamp_min", "clamp_max")

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from autoprec.frames.mode import Action
 from autoprec.frames.names import is_inplace, spellings
 from autoprec.lower import casts
 from autoprec.lower.gemm import DTYPES, gemm_action
 from autoprec.plan import Formats
-from autoprec.rulebook.opnames import canonical_op
 
 
 class Choice(NamedTuple):
@@ -54,7 +55,7 @@ class CastFrame:
         self.choices = choices
         self.settings = settings
         self.actions: Mapping[str, Action] = {}
-        counted: dict[str, dict[int, Action]] = {}
+        counted: dict[str, tuple[str, dict[int, Action]]] = {}
         default: dict[str, Action] = {}
         for op, index, choice in choices:
             for name in spellings(op):
@@ -62,7 +63,7 @@ class CastFrame:
                 if index is None:
                     default[name] = action
                 else:
-                    counted.setdefault(name, {})[index] = action
+                    counted.setdefault(name, (op, {}))[1][index] = action
         self.actions = default
         self._counted = counted
 
@@ -86,20 +87,27 @@ class _CountingFrame(CastFrame):
 
     def get(self, name: str) -> Action | None:
         default = self._frame.actions.get(name)
-        by_index = self._frame._counted.get(name)
-        if by_index is None:
+        entry = self._frame._counted.get(name)
+        if entry is None:
             return default
+        op, by_index = entry  # a compiler can't take the name apart, hence the op beside it
 
         def counted(func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
             action = default
-            if any(True for _ in casts.floats((*args, *kwargs.values()))):
-                op = canonical_op(name)
+            if _any_float(args) or _any_float(tuple(kwargs.values())):
                 index = self._counts.get(op, 0)
                 self._counts[op] = index + 1
                 action = by_index.get(index, default)
             return func(*args, **kwargs) if action is None else action(func, args, kwargs)
 
         return counted
+
+
+def _any_float(value: Any) -> bool:
+    """Whether a call counts: it has a floating tensor among its arguments."""
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point()
+    return isinstance(value, (list, tuple)) and any(_any_float(item) for item in value)
 
 
 def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> Action:
@@ -119,7 +127,7 @@ def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> A
         return gemm_action(op, choice.formats, choice.backend, settings)
     dtype = DTYPES[choice.formats.input]
     if op in casts.WRITTEN:
-        return casts.CastAround(dtype, casts.WRITTEN[op])
+        return casts.CastAround(dtype)
     return casts.CastTo(dtype)
 
 

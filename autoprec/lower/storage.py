@@ -29,8 +29,22 @@ _KEPT_AT_O2 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._Bat
 class Stored:
     """The fp32 values a conversion rounded away, so that revert gives back what wasn't trained bit for bit."""
 
-    def __init__(self, originals: dict[str, torch.Tensor]) -> None:
+    def __init__(self, originals: dict[str, torch.Tensor], mastered: list[nn.Parameter]) -> None:
         self.originals = originals
+        self.mastered = mastered
+
+    def __getstate__(self) -> dict[str, Any]:
+        masters = [(p, _MASTERS[p]) for p in self.mastered if p in _MASTERS]
+        return {"originals": self.originals, "masters": masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied or unpickled model has its own parameters: they get masters of their own.
+        self.originals, self.mastered = state["originals"], []
+        for parameter, master in state["masters"]:
+            _MASTERS[parameter] = _Master(*master)
+            self.mastered.append(parameter)
+        if self.mastered:
+            _install_optimizer_hooks()
 
     @property
     def bytes(self) -> int:
@@ -59,7 +73,7 @@ def store(model: nn.Module, dtype: torch.dtype, masters: bool) -> Stored:
             _MASTERS[parameter] = _Master(original, dtype)
     if masters:
         _install_optimizer_hooks()
-    return Stored(originals)
+    return Stored(originals, [p for p in model.parameters() if p in _MASTERS])
 
 
 def restore(model: nn.Module, stored: Stored) -> None:

@@ -103,7 +103,9 @@ def test_running_statistics_are_updated_after_the_model_is_moved_to_16_bit(moved
     assert int(model[1].num_batches_tracked) == 1
 
 
-def test_running_statistics_are_updated_by_the_functional_spellings():
+@pytest.mark.parametrize("moved", [BF16, torch.float16])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_running_statistics_are_updated_by_the_functional_spellings(moved, dtype):
     class Norms(nn.Module):
         def __init__(self):
             super().__init__()
@@ -114,13 +116,14 @@ def test_running_statistics_are_updated_by_the_functional_spellings():
                 self.register_buffer(f"var_{name}", torch.ones(4))
 
         def forward(self, x):
-            x = self.lin(x)
+            x = self.lin(x).to(x.dtype)
             x = F.batch_norm(x, self.mean_a, self.var_a, self.weight, self.bias, True, 0.5)
             x = torch.batch_norm(x, self.weight, self.bias, self.mean_b, self.var_b, True, 0.5, 1e-5, False)
             return F.batch_norm(x, running_mean=self.mean_c, running_var=self.var_c, training=True, momentum=0.5)
 
-    model = convert(Norms()).to(BF16)
-    model(torch.randn(32, 4)).sum().backward()
+    model = convert(Norms()).to(moved)
+    x = torch.randn(32, 4)
+    model.forward(x if dtype is None else x.to(dtype)).sum().backward()
     for name in "abc":
         assert model.get_buffer(f"mean_{name}").abs().sum() > 0, name
         assert not torch.equal(model.get_buffer(f"var_{name}"), torch.ones(4)), name
