@@ -12,7 +12,9 @@ from autoprec.cli.diff import diff
 from autoprec.cli.env import env
 from autoprec.cli.formats import formats
 from autoprec.cli.inspect import inspect
+from autoprec.cli.memory import memory
 from autoprec.cli.plan import plan
+from autoprec.cli.recommend import recommend
 from autoprec.cli.rules import rules_app
 from autoprec.cli.targets import targets
 from autoprec.cli.tune import tune
@@ -53,6 +55,8 @@ command(app, example="autoprec diff old.json new.json")(diff)
 app.add_typer(rules_app, name="rules")
 command(app, example="autoprec targets h100")(targets)
 command(app, example="autoprec formats")(formats)
+command(app, example="autoprec recommend --architecture transformer --params 7e9 --target h100")(recommend)
+command(app, example="autoprec memory --params 70e9")(memory)
 
 
 def main() -> None:

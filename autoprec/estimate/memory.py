@@ -111,6 +111,8 @@ def _saved(item: Placed, by_id: dict[str, Placed]) -> list[Storage]:
     op = item.site.op
     if item.is_view or op in _SAVES_NOTHING:
         return []
+    if bytes_of(item.formats.input) < 2:  # the codes, and the weight itself
+        return [Storage(f"{item.site.id} codes", item.input_numel * bytes_of(item.formats.input))]
     output = Storage(item.site.id, _output_bytes(item))
     if op in _SAVES_OUTPUT:
         return [output]
@@ -121,9 +123,8 @@ def _saved(item: Placed, by_id: dict[str, Placed]) -> list[Storage]:
 
 
 def _weight_copy(item: Placed) -> float:
-    """The 16-bit copy of a product's weight."""
-    size = bytes_of(item.formats.input)
-    return item.site.num_params * size if item.site.is_gemm and size < 4 else 0.0
+    """The 16-bit copy of a product's weight; codes of a narrower one are made again when they are needed."""
+    return item.site.num_params * 2.0 if item.site.is_gemm and bytes_of(item.formats.input) == 2 else 0.0
 
 
 def _output_bytes(item: Placed) -> float:
