@@ -30,7 +30,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             _restore(module, saved)
         with torch.no_grad():
             for buffer, version, saved in buffers:
-                if buffer._version != version:
+                # batch norm writes its running statistics without a new version
+                if buffer._version != version or not torch.equal(buffer, saved):
                     buffer.copy_(saved)
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -118,8 +118,8 @@ def test_running_statistics_are_updated_by_the_functional_spellings(moved, dtype
         def forward(self, x):
             x = self.lin(x).to(x.dtype)
             x = F.batch_norm(x, self.mean_a, self.var_a, self.weight, self.bias, True, 0.5)
-            x = torch.batch_norm(x, self.weight, self.bias, self.mean_b, self.var_b, True, 0.5, 1e-5, False)
-            return F.batch_norm(x, running_mean=self.mean_c, running_var=self.var_c, training=True, momentum=0.5)
+            x = torch.batch_norm(x + 1, self.weight, self.bias, self.mean_b, self.var_b, True, 0.5, 1e-5, False)
+            return F.batch_norm(x + 1, running_mean=self.mean_c, running_var=self.var_c, training=True, momentum=0.5)
 
     model = convert(Norms()).to(moved)
     x = torch.randn(32, 4)
