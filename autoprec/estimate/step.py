@@ -45,8 +45,8 @@ def estimate_step(
         TargetError: a peak or the bandwidth isn't known.
     """
     roof = Roofline(target)
-    parts = dict.fromkeys(("products", "casts", "other"), 0.0)
-    trained = {}
+    parts: dict[str, float] = {"products": 0.0, "casts": 0.0, "other": 0.0}
+    trained: dict[str, int] = {}
     for item in place(rows, formats_of, low):
         kind = "products" if item.site.is_gemm else "other"
         parts[kind] += _op_seconds(item, roof, low, mode)

@@ -16,6 +16,8 @@ from autoprec.graph.site import Site
 #: Weights that a kernel below 16 bit takes.
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
+_UNCALLED = "it isn't called on the example inputs, so that nothing shows how its weight is used"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLayer:
@@ -86,19 +88,15 @@ def _linear_layer(
 ) -> LinearLayer:
     weight: Any = module._parameters.get("weight")
     out_features, in_features = _shape(module, weight)
-    site = None if recorded is None else recorded.get(fqn or "")
+    site = None if recorded is None else recorded.get(fqn)
+    uncalled = recorded is not None and site is None
     return LinearLayer(
         fqn=fqn,
         in_features=in_features,
         out_features=out_features,
         num_tokens=_tokens(site),
         trains_weight=weight is None or weight.requires_grad,
-        obstacle=_obstacle(fqn, module, weight, modules, owners)
-        or (
-            "it isn't called on the example inputs, so that nothing shows how its weight is used"
-            if recorded is not None and site is None
-            else ""
-        ),
+        obstacle=_obstacle(fqn, module, weight, modules, owners) or (_UNCALLED if uncalled else ""),
     )
 
 

@@ -55,17 +55,29 @@ def narrow_rules(
         recorded: sites as a run showed them; None without one.
     """
     sites = None if recorded is None else {site.id: site for site in recorded if site.leaf}
-    kept, lowered = [], []
+    found: dict[tuple[str, bool], list[tuple[str, str]]] = {}
     for layer in linear_layers(model, sites):
-        reason = (
-            layer.obstacle or high.get(layer.fqn) or refuse_adapter(layer) or refuse_alignment(layer, target, formats)
-        )
-        if reason:
-            kept.append((reason, layer.glob_name))
-            continue
-        pays, reason = judge_gain(layer, target, formats, low, mode)
-        (lowered if pays else kept).append((reason, layer.glob_name))
-    return [*_rules(kept, Formats.all(low), "family"), *_rules(lowered, formats, "op")]
+        source, pays, reason = _judge(layer, target, formats, low, mode, high)
+        found.setdefault((source, pays), []).append((reason, layer.glob_name))
+    order = (("op", False), ("family", False), ("cost", False), ("cost", True))
+    return [
+        rule
+        for source, pays in order
+        for rule in _rules(found.get((source, pays), ()), formats if pays else Formats.all(low), source)
+    ]
+
+
+def _judge(
+    layer: LinearLayer, target: Target, formats: Formats, low: str, mode: Mode, high: Mapping[str, str]
+) -> tuple[str, bool, str]:
+    """Who decides, whether the layer goes below 16 bit, and why."""
+    if reason := layer.obstacle:
+        return "op", False, reason
+    if reason := high.get(layer.fqn) or refuse_adapter(layer):
+        return "family", False, reason
+    if reason := refuse_alignment(layer, target, formats):
+        return "op", False, reason
+    return "cost", *judge_gain(layer, target, formats, low, mode)
 
 
 def refuse_adapter(layer: LinearLayer) -> str:
