@@ -7,7 +7,7 @@ import math
 import torch
 
 #: Values beyond this are marks (a mask's ``-1e9``), which would drown the error of all others.
-_MARK = 1e8
+MARK = 1e8
 
 #: Norms below this may be of values whose squares are zero in fp32.
 _TINY = 1e-12
@@ -34,15 +34,15 @@ def relative_error(low: torch.Tensor, real: torch.Tensor) -> float:
     if real.numel() == 0:
         return 0.0
     norm = float(real.norm())
-    if _TINY < norm <= _MARK:  # no mark, and no square leaves fp32: nothing to look out for
+    if _TINY < norm <= MARK:  # no mark, and no square leaves fp32: nothing to look out for
         error = float((low - real).norm()) / norm
         if math.isfinite(error):
             return error
     if is_broken(low, real):
         return math.inf
     largest = float(real.abs().max())
-    if not largest <= _MARK:
-        keep = real.abs() <= _MARK
+    if not largest <= MARK:
+        keep = real.abs() <= MARK
         low, real = low[keep], real[keep]
         if real.numel() == 0:
             return 0.0

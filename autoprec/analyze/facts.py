@@ -167,8 +167,8 @@ class Graph:
 
 
 def max_abs(tensor: torch.Tensor) -> float:
-    """Largest finite magnitude; 0 of an empty tensor or one without values."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
+    """Largest finite magnitude; 0 of an empty tensor, a sparse one, or one without values."""
+    if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout != torch.strided:
         return 0.0
     value = float(tensor.detach().abs().max())
     if math.isfinite(value):

@@ -40,7 +40,7 @@ def _makers(graph: Graph, facts: SiteFacts) -> list[SiteFacts]:
 def find_choices(graph: Graph, findings: Findings, formats: tuple[str, ...]) -> None:
     """Everything from a discrete choice back to the matrix product that makes what it chooses from."""
     for facts in graph:
-        if not facts.selects or facts.op not in SELECTIONS | ROUNDINGS | {"to", "type"}:
+        if not facts.selects or facts.op not in SELECTIONS | ROUNDINGS | {"to"}:
             continue
         above = _makers(graph, facts)
         is_router = facts.op == "topk" and any(f.is_gemm for f in above) and any(f.op in _SCORES for f in above)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from autoprec.analyze.errors import MARK
 from autoprec.analyze.facts import Graph, SiteFacts
 from autoprec.analyze.findings import Findings
 from autoprec.analyze.ops import NORMS, PHASES
@@ -51,15 +52,18 @@ class RangeJudge:
             return True
         if outcome.low <= self._bound(facts, MAX_ERROR):
             return False
-        self._keep(
-            facts.site.id, f"its result is off by {_percent(outcome.low)} when its operands are rounded to {self._fmt}"
-        )
+        self._keep(facts.site.id, f"its operands rounded to {self._fmt} give {_wrong(outcome.low)}")
+        for culprit in outcome.chain:  # casting rounded operands up again would not bring back what they lost
+            self._keep(culprit, f"its result rounded to {self._fmt} gives {_wrong(outcome.low)} in {facts.site.id}")
         return True
 
     def _judge_following(self, facts: SiteFacts, outcome: Outcome) -> bool:
         bound = self._bound(facts, MAX_AMPLIFIED_ERROR if facts.op in NORMS else MAX_ERROR)
         # A residual stream rounds once a block: errors that add up like noise aren't one site's fault.
         bound *= math.sqrt(1 + len(outcome.chain) / _LONG)
+        if self._fmt.name in facts.lows and self._limit < facts.max_abs < MARK:
+            self._keep(facts.site.id, self._beyond(facts))
+            return True
         if outcome.low <= bound:
             return False
         if outcome.unrounded <= bound or _is_curable(outcome, bound):
@@ -102,10 +106,6 @@ class RangeJudge:
 def _is_curable(outcome: Outcome, bound: float) -> bool:
     """Whether fp32 between the matrix products and here would help."""
     return outcome.wide <= bound or outcome.wide < outcome.low / 4
-
-
-def _percent(error: float) -> str:
-    return "infinities" if math.isinf(error) else f"{error:.2g} of its norm"
 
 
 def _wrong(error: float) -> str:

@@ -237,3 +237,19 @@ def test_gradients_of_the_caller_and_requires_grad_do_not_matter() -> None:
     analysis = analyze(nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True)), (x,), target="a100")
     assert analysis.tags()["0"] == "low"
     assert x.grad is None
+
+
+def test_sparse_operands_and_shapes_that_depend_on_values_are_taken_along(look) -> None:
+    class Irregular(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+            h = torch.sparse.mm(adjacency, self.lin(x))
+            picked = h[h.sum(-1) > 0]
+            return self.out(picked * 2.0 + 1.0) + picked.new_empty(8).normal_()
+
+    adjacency = torch.eye(16).to_sparse()
+    analysis = look(Irregular(), torch.randn(16, 8), adjacency)
+    assert analysis.by_id["lin"].tag_for("bf16") == analysis.by_id["out"].tag_for("bf16") == "low"

@@ -219,3 +219,34 @@ def test_a_long_residual_stream_in_16_bit_is_nobodys_fault(look) -> None:
     assert not fp32_by_range(analysis, "bf16")
     assert not fp32_by_range(analysis, "fp16")
     assert analysis.by_id["::relu#59"].errors["bf16"] > analysis.by_id["::relu#0"].errors["bf16"]
+
+
+def test_a_product_that_cancels_what_a_sum_rounded_keeps_both_in_fp32(look) -> None:
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+            with torch.no_grad():
+                self.outer.weight.sub_(self.outer.weight.mean(1, keepdim=True))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.inner(x) + 100.0)
+
+    analysis = look(Balanced(), torch.randn(64, 16))
+    assert fp32_by_range(analysis, "bf16") == {"::add#0", "outer"}
+    assert "outer" in analysis.by_id["::add#0"].reason
+
+
+def test_an_elementwise_result_near_the_end_of_fp16_stays_fp32(look) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.lin(x) * 20000.0).tanh()
+
+    analysis = look(Scaled(), torch.randn(64, 16))
+    assert analysis.by_id["::mul#0"].tag_for("fp16") == "fp32"
+    assert "fp16 ends at 65504" in analysis.by_id["::mul#0"].reason
+    assert analysis.by_id["lin"].tag_for("fp16") == "low"
