@@ -7,6 +7,7 @@ calls isn't seen again: the outermost overridable call is the site.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -127,6 +128,14 @@ def push_mode(mode: FrameMode | None) -> None:
     """Puts back what :func:`pop_own_mode` returned."""
     if mode is not None:
         torch._C._push_on_torch_function_stack(mode)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Switches a caller's autocast off where it is on."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
 
 
 @functools.cache

@@ -21,7 +21,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from autoprec.frames.inputs import recurrent_forward, script_call
 from autoprec.frames.methods import computing_methods
-from autoprec.frames.mode import Frame, FrameMode, current_mode, keep_out_of_dynamo, pop_own_mode, push_mode
+from autoprec.frames.mode import (
+    Frame,
+    FrameMode,
+    current_mode,
+    keep_out_of_dynamo,
+    no_autocast,
+    pop_own_mode,
+    push_mode,
+)
 from autoprec.frames.outputs import upcast_floats
 
 #: Name of the attribute that holds a module's frames.
@@ -70,9 +78,12 @@ def run_framed(module: nn.Module, name: str, inner: Callable[..., Any], args: An
 
 
 def run_outermost(module: nn.Module, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs ``inner(module, …)`` in the mode, as an outermost call."""
+    """Runs ``inner(module, …)`` in the mode, as an outermost call.
+
+    An autocast of the caller's is switched off meanwhile: it would cast again what the plan keeps in fp32.
+    """
     state = module._autoprec
-    with FrameMode(state.frames[name].enter()):
+    with no_autocast("cpu"), no_autocast("cuda"), FrameMode(state.frames[name].enter()):
         out = inner(module, *args, **kwargs)
     return upcast_floats(out) if state.restore_outputs else out
 
@@ -128,11 +139,14 @@ def _leaf_forward(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         if mode is None and current_mode() is not None:
             # A user's mode lies above ours and calls it: what comes there must find this layer's frame.
             return run_framed(self, "forward", lambda module, *args: call(module, None, args), args, {})
+        if mode is None:
+            with no_autocast("cpu"), no_autocast("cuda"):
+                out = call(self, state.frames["forward"].enter().actions.get(op), args)
+            return upcast_floats(out) if state.restore_outputs else out
         try:
-            out = call(self, state.frames["forward"].enter().actions.get(op), args)
+            return call(self, state.frames["forward"].enter().actions.get(op), args)
         finally:
             push_mode(mode)
-        return upcast_floats(out) if mode is None and state.restore_outputs else out
 
     return forward
 

@@ -525,6 +525,15 @@ def test_under_the_users_autocast_the_plan_wins_where_it_speaks():
         assert torch.equal(model(x).float(), want)
 
 
+def test_the_users_autocast_cannot_lower_what_a_plan_keeps_in_fp32():
+    model = seeded(Small)
+    x = torch.randn(3, 6)
+    want = model(x)
+    autoprec.convert(model, formats="fp32")
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(model(x), want)
+
+
 # ------------------------------------------------------------------------------------------------------- containers of outputs
 
 
