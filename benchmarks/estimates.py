@@ -180,11 +180,11 @@ def _result(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", default=str(RESULTS / "estimates.json"), help="- prints only")
     options = parser.parse_args()
