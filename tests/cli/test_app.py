@@ -6,7 +6,20 @@ import pytest
 
 import autoprec
 
-COMMANDS = ["env", "inspect", "plan", "tune", "convert", "check", "diff", "rules", "targets", "formats"]
+COMMANDS = [
+    "env",
+    "inspect",
+    "plan",
+    "tune",
+    "convert",
+    "check",
+    "diff",
+    "rules",
+    "targets",
+    "formats",
+    "recommend",
+    "memory",
+]
 
 
 def test_help_lists_each_command_in_one_line(cli):
