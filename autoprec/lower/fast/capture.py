@@ -1,7 +1,7 @@
 """Takes one graph of a converted model's forward from Dynamo, casts included.
 
 ``torch.compile(fullgraph=True)`` with a backend that runs the graph as it is, op by op.  Broken graphs aren't used:
-their pieces would be cached on the user's own functions, and use up the recompiles that a ``torch.compile`` of the user's
+their pieces would be cached on the user's own functions, and use up the recompiles that the user's ``torch.compile``
 has there.
 """
 
@@ -23,6 +23,9 @@ from autoprec.lower.fast.merge import keep_weight_casts, merge_casts
 
 #: Runs a model's forward as a graph: ``graph(module, inner, args, kwargs)``.
 Compiled = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Dynamo's settings while it traces for us: failures are told, one graph under DDP too, RNN layers stay one op.
+_SETTINGS = {"suppress_errors": False, "optimize_ddp": False, "allow_rnn": True}
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -95,7 +98,7 @@ def capture(graphs: Graphs, compiled: Compiled, *call: Any) -> Any:
 
     _local.graphs = graphs
     try:
-        with warnings.catch_warnings(), config.patch(suppress_errors=False, optimize_ddp=False):
+        with warnings.catch_warnings(), config.patch(**_SETTINGS):
             warnings.simplefilter("ignore")  # about our tracing, not about the user's code
             return compiled(*call)
     finally:

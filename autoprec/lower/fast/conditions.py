@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -59,8 +61,10 @@ class ModelWatch:
     def __init__(self, root: nn.Module) -> None:
         below = [module for module in root.modules() if module is not root]
         self._root_state = vars(root).get(STATE)
-        self._states = tuple((vars(module), vars(module).get(STATE)) for module in below)
-        hooks = [vars(module).get(name) for module in below for name in _HOOKS]
+        self._attributes = [vars(module) for module in below]
+        self._states = [attributes.get(STATE) for attributes in self._attributes]
+        self._sizes = [-1] * len(below)  # not looked at yet
+        hooks = [attributes.get(name) for attributes in self._attributes for name in _HOOKS]
         self._hooks = (*(h for h in hooks if h is not None), *(getattr(torch_module, name) for name in _GLOBAL_HOOKS))
 
     def objection(self, root: nn.Module) -> str | None:
@@ -71,12 +75,13 @@ class ModelWatch:
         # A class on top of ours (fully_shard, a parametrization) or FSDP's flat parameters: guards don't see those.
         if "_autoprec_original" not in vars(type(root)) or "_is_fsdp_managed_module" in attributes:
             return "another wrapper manages its parameters"
-        for hooks in self._hooks:
-            if hooks:
-                return "a submodule has hooks"
-        for attributes, state in self._states:
-            if attributes.get(STATE) is not state:
-                return "a submodule was converted or reverted by itself"
-            if "_compiled_call_impl" in attributes or "forward" in attributes:
+        if any(self._hooks):
+            return "a submodule has hooks"
+        if list(map(dict.get, self._attributes, repeat(STATE))) != self._states:
+            return "a submodule was converted or reverted by itself"
+        # Only a module that got or lost an attribute is looked into; this runs at every call.
+        if list(map(len, self._attributes)) != self._sizes:
+            if any("_compiled_call_impl" in a or "forward" in a for a in self._attributes):
                 return "a submodule is compiled or has a forward of its own"
+            self._sizes = list(map(len, self._attributes))
         return None

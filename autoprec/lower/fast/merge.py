@@ -1,8 +1,8 @@
 """Merges casts in a captured graph where the result keeps every bit.
 
-Who reads a second cast of the same tensor to the same dtype reads the first one; a cast up and back down to the dtype it
-came from is passed by.  Only the reads of GEMMs change: their outputs are fresh tensors, so that no alias arises that the
-caller could write through.  A graph that writes any tensor is left as it is.
+Who reads a second cast of the same tensor to the same dtype reads the first one; a cast up and back down to the dtype
+it came from is passed by.  Only the reads of GEMMs change: their outputs are fresh tensors, so that no alias arises
+that the caller could write through.  A graph that writes any tensor is left as it is.
 """
 
 from __future__ import annotations

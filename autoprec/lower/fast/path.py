@@ -1,8 +1,8 @@
 """Runs a converted root through its captured graph where that was measured to be faster, else through the mode.
 
 A model starts in the mode.  Once its forwards have taken a second in all, and if they are short enough for the mode's
-cost to matter, a graph is captured and compared bit for bit with the mode on that very call.  The next calls take turns,
-and the faster way stays.  Whatever goes wrong or isn't foreseen runs through the mode, which is always complete.
+cost to matter, a graph is captured and compared bit for bit with the mode on that very call.  The next calls take
+turns, and the faster way stays.  Whatever goes wrong or isn't foreseen runs through the mode, which is always complete.
 """
 
 from __future__ import annotations
