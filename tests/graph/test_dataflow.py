@@ -108,7 +108,7 @@ def test_structures_are_walked_through_slices() -> None:
 
 
 def test_follow_leaves_the_model_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()).train()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     state = torch.get_rng_state()
     follow(model, lambda m: m(torch.randn(8, 4)), lambda step: None)
