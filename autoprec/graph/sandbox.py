@@ -21,6 +21,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     attributes = [_snapshot(module) for module in modules]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None  # a backward adds to a gradient in place
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices):

@@ -23,7 +23,8 @@ Func = Callable[..., Any]
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every castable tensor in it, lists and (named) tuples included, in ``dtype``."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+        own = value.dtype
+        return value if own == dtype or own not in CASTABLE else value.to(dtype)
     if isinstance(value, list):
         return [cast(item, dtype) for item in value]
     if isinstance(value, tuple):
@@ -43,6 +44,9 @@ def floats(value: Any) -> Iterator[torch.Tensor]:
 
 
 def cast_call(func: Func, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Any:
+    """Calls ``func`` with its floating arguments in ``dtype``; a call that writes ``out=`` stays as it is."""
+    if not kwargs:
+        return func(*[cast(a, dtype) for a in args])
     if kwargs.get("out") is not None:
         return func(*args, **kwargs)
     return func(*[cast(a, dtype) for a in args], **{k: cast(v, dtype) for k, v in kwargs.items()})
@@ -73,7 +77,12 @@ class CastAround:
         named = {k: cast(v, self.dtype) for k, v in kwargs.items()}
         out = func(*new, **named)
         for before, after in zip((*args, *kwargs.values()), (*new, *named.values()), strict=True):
-            if after is not before and isinstance(before, torch.Tensor) and before.ndim == 1 and not before.requires_grad:
+            if (
+                after is not before
+                and isinstance(before, torch.Tensor)
+                and before.ndim == 1
+                and not before.requires_grad
+            ):
                 before.copy_(after)
         return out
 

@@ -56,8 +56,12 @@ class CastGemm:
 
 def _all_castable(args: casts.Args) -> bool:
     """No double or complex operand, and none that is sparse: sparse kernels have no 16-bit backward."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return all(t.layout is torch.strided and (t.dtype in casts.CASTABLE or not _is_continuous(t)) for t in tensors)
+    for a in args:
+        if isinstance(a, torch.Tensor) and (
+            a.layout != torch.strided or (a.dtype not in casts.CASTABLE and _is_continuous(a))
+        ):
+            return False
+    return True
 
 
 def _is_continuous(t: torch.Tensor) -> bool:
