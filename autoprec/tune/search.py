@@ -183,12 +183,13 @@ class _Run:
             bench.effort = Effort(**known[_EFFORT])
             return float(known[_NOISE]), step_s
         bench.effort = Effort.for_step(step_s)
+        self.progress(Progress(stage="noise", done=0, total=1, message="measuring the task's own noise"))
         noise = math.inf
         for steps in dict.fromkeys((bench.effort.steps, 50)):
             bench.effort = replace(bench.effort, steps=steps)
             noise = bench.noise((bench.data_seed, bench.data_seed + 1))
             message = f"noise: weights changed by 1e-6 move the loss by {noise:.2e} of itself in {steps} steps"
-            self.progress(Progress(stage="noise", done=2, total=2, message=message))
+            self.progress(Progress(stage="noise", done=1, total=1, message=message))
             if self.budget >= 2 * noise:
                 study.set_user_attr(_EFFORT, asdict(bench.effort))
                 study.set_user_attr(_NOISE, noise)
