@@ -172,7 +172,7 @@ def _from_config(path: Path, batch: int, length: int) -> Sized:
     config, num_params = _read_config(path)
     beside = {}
     text = config.get_text_config()
-    sizes = [getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    sizes: list[Any] = [getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
     if all(isinstance(size, int) for size in sizes):
         width, layers, vocabulary = sizes
         title = f"activations of {batch} x {length} tokens"
