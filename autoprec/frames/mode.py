@@ -21,7 +21,10 @@ from autoprec.frames.outputs import upcast_floats
 Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Ops that take functions, as a compiler names them: their branches, or their steps, return one dtype.
-BRANCHES = frozenset({"cond", "while_loop", "map_impl", "scan", "associative_scan"})
+_BRANCHES = frozenset({"cond", "while_loop", "map_impl", "scan", "associative_scan"})
+
+#: Raw names of the ops that the mode itself treats.
+_SPECIAL = _BRANCHES | {"tag_activation_checkpoint", "unflatten"}
 
 
 class Frame(Protocol):
@@ -55,14 +58,17 @@ class FrameMode(TorchFunctionMode):
         action = self.frame.actions.get(name)
         if action is not None:
             return action(func, args, kwargs or {})
-        if name == "tag_activation_checkpoint":
-            return func(Scoped(args[0], self.frame), *args[1:], **(kwargs or {}))
-        if name in BRANCHES:
-            args = tuple(Scoped(a, self.frame, fp32=True) if callable(a) else upcast_floats(a) for a in args)
+        if name in _SPECIAL:
+            return self._special(name, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _special(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "unflatten":
             # Dynamo can't call the unbound method under a mode: it takes it for a super() attribute.
-            return args[0].unflatten(*args[1:], **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return args[0].unflatten(*args[1:], **kwargs)
+        if name == "tag_activation_checkpoint":
+            return func(Scoped(args[0], self.frame), *args[1:], **kwargs)
+        return func(*[Scoped(a, self.frame, fp32=True) if callable(a) else upcast_floats(a) for a in args], **kwargs)
 
 
 def _in_any_graph(change: Callable[..., Any], *args: Any) -> Any:
@@ -147,5 +153,5 @@ def keep_out_of_dynamo() -> None:
     """
     from torch._dynamo.eval_frame import skip_code
 
-    for func in (FrameMode.__torch_function__, current_mode, pop_own_mode, push_mode):
+    for func in (FrameMode.__torch_function__, FrameMode._special, current_mode, pop_own_mode, push_mode):
         skip_code(func.__code__)
