@@ -1,5 +1,6 @@
-"""Which methods of a class, beside ``forward``, compute: those get a frame of their own, so that ``model.encode(x)`` runs
-in the plan when it is called directly.
+"""Which methods of a class, beside ``forward``, compute: those get a frame of their own.
+
+Then ``model.encode(x)`` runs in the plan when it is called directly.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ def _body(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _names(func: Any) -> set[str]:
     code = getattr(func, "__code__", None)
-    return set() if code is None else set(_code_names(code))
+    return set() if code is None else set(code_names(code))
 
 
-def _code_names(code: CodeType) -> Iterator[str]:
+def code_names(code: CodeType) -> Iterator[str]:
+    """Global and attribute names in a function's code, nested functions included."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _code_names(const)
+            yield from code_names(const)

@@ -1,8 +1,8 @@
 """Code that a forward calls but that doesn't run as part of it: autograd Functions and checkpointed functions.
 
 * An ``autograd.Function`` written for fp32 gets fp32: its forward and backward run without the frame mode, on upcast
-  arguments.  Left alone, its forward would be lowered op by op and its backward not (a crash, or, when a compiler traces
-  the backward with the mode on, another gradient without a word).
+  arguments.  Left alone, its forward would be lowered op by op and its backward not: a crash, or, when a compiler
+  traces the backward with the mode on, another gradient without a word.
 * A function given to ``torch.utils.checkpoint`` is recomputed in the frame it first ran in.
 
 The guards sit on the classes and in torch's checkpoint module for the whole process, and do nothing while no converted
@@ -11,16 +11,18 @@ model runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
+from autoprec.frames.methods import code_names
 from autoprec.frames.mode import pop_own_mode, push_mode, scoped
 from autoprec.frames.swap import original_class
 from autoprec.lower.casts import cast
@@ -29,37 +31,62 @@ _GUARD = "_autoprec_guarded"
 
 
 def guard_foreign_code(model: nn.Module) -> None:
-    """Guards what the model's classes can reach by name: Functions, and ``checkpoint`` under any alias."""
+    """Guards every ``autograd.Function`` that the model's code names, and ``checkpoint`` under any alias."""
     guard_checkpoint()
+    for cls in _named_functions(model):
+        guard_function(cls)
+
+
+def _named_functions(model: nn.Module) -> Iterator[type[torch.autograd.Function]]:
+    """Functions named in the code of the model's classes, of functions it keeps, and of what those name in turn."""
+    todo: list[Any] = []
     for cls in {original_class(module) for module in model.modules()}:
-        for namespace in _namespaces(cls):
-            for value in list(namespace.values()):
-                if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                    guard_function(value)
-
-
-def _namespaces(cls: type) -> Iterator[dict[str, Any]]:
-    """Global names and closures of the class's methods, user code only."""
+        todo += [value for base in cls.__mro__ for value in vars(base).values()]
+    todo += [value for module in model.modules() for value in vars(module).values()]
     seen: set[int] = set()
-    for base in cls.__mro__:
-        if base.__module__.startswith("torch."):
-            continue
-        for func in [inspect.unwrap(f) for f in vars(base).values() if isinstance(f, FunctionType)]:
-            if id(func.__globals__) not in seen and not func.__module__.startswith("torch."):
-                seen.add(id(func.__globals__))
-                yield func.__globals__
-            yield inspect.getclosurevars(func).nonlocals if func.__closure__ else {}
+    while todo:
+        value = todo.pop()
+        if isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, MethodType):  # `swish = Swish.apply`
+            todo.append(value.__self__ if isinstance(value.__self__, type) else value.__func__)
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            yield value
+        elif isinstance(value, FunctionType) and id(value) not in seen and not _is_torchs(value):
+            seen.add(id(value))
+            todo += _named_in(inspect.unwrap(value))
+
+
+def _is_torchs(value: Any) -> bool:
+    return (value.__module__ or "").startswith(("torch.", "autoprec."))
+
+
+def _named_in(func: FunctionType) -> Iterator[Any]:
+    """What a function's code names: globals, closed-over values, and attributes of modules and classes among them."""
+    names = set(code_names(func.__code__))
+    known = [func.__globals__[name] for name in names if name in func.__globals__]
+    for cell in func.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            known.append(cell.cell_contents)
+    for value in known:
+        yield value
+        if isinstance(value, ModuleType) or (isinstance(value, type) and not issubclass(value, nn.Module)):
+            inside = vars(value)
+            yield from (inside[name] for name in names if name in inside)
 
 
 def guard_function(cls: type[torch.autograd.Function]) -> None:
     """Makes a Function run in fp32 and outside any frame."""
-    if _GUARD in vars(cls) or cls.__module__.startswith(("torch.", "autoprec.")):
-        return
-    setattr(cls, _GUARD, True)
-    for name in ("forward", "backward", "setup_context"):
-        method = vars(cls).get(name)
-        if isinstance(method, staticmethod):
-            setattr(cls, name, staticmethod(_outside(method.__func__)))
+    for base in cls.__mro__:
+        if base is object or _is_torchs(base) or _GUARD in vars(base):
+            continue
+        setattr(base, _GUARD, True)
+        for name in ("forward", "backward", "setup_context"):
+            method = vars(base).get(name)
+            if isinstance(method, staticmethod):
+                setattr(base, name, staticmethod(_outside(method.__func__)))
 
 
 def _outside(func: Callable[..., Any]) -> Callable[..., Any]:

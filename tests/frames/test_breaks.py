@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import threading
+import types
 
 import pytest
 import torch
@@ -158,8 +159,26 @@ def cube(x, w):
     return Cube.apply(x, w)
 
 
-class Functions:
-    Inner = Cube
+class Base(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x @ w) ** 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        grad = grad * 3 * (x @ w) ** 2
+        return grad @ w.t(), x.t() @ grad
+
+
+class Square(Base):
+    """Named as an attribute of a module, or by a bound ``apply``; its body is inherited."""
+
+
+functions = types.ModuleType("functions")
+functions.Square = Square
+square = Square.apply
 
 
 class WithFunction(nn.Module):
@@ -168,12 +187,19 @@ class WithFunction(nn.Module):
         self.lin, self.w, self.how = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6) / 3), how
 
     def forward(self, x):
-        return self.how(self.lin(x), self.w).mean()
+        x, w = self.lin(x), self.w
+        return (self.how(w=w, x=x) if isinstance(self.how, functools.partial) else self.how(x, w)).mean()
 
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(lambda x, w: Cube.apply(x, w), id="lambda"), pytest.param(cube, id="helper")],
+    [
+        pytest.param(lambda x, w: Cube.apply(x, w), id="lambda"),
+        pytest.param(cube, id="helper"),
+        pytest.param(lambda x, w: functions.Square.apply(x, w), id="attribute"),
+        pytest.param(square, id="bound"),
+        pytest.param(functools.partial(lambda w, x: square(x, w)), id="partial"),
+    ],
 )
 def test_autograd_function_keeps_its_gradient(how):
     torch.manual_seed(0)
