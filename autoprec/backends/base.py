@@ -119,6 +119,12 @@ class Backend:
         """
         raise NotImplementedError
 
+    def reset(self) -> None:
+        """Forgets what past models left behind, such as scales learned from their numbers; for use between trials."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # what it keeps belongs to the weights of this process
+
 
 def first_refusal(gemm: Gemm, checks: tuple[Callable[[Gemm], str], ...], otherwise: str) -> Answer:
     """No with the first reason that isn't empty, or yes with ``otherwise``; a check may rely on those before it."""

@@ -5,11 +5,13 @@ It predicts the loss, not the speed.  What differs from real hardware is the ord
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoprec.backends.base import (
     Answer,
@@ -21,7 +23,9 @@ from autoprec.backends.base import (
     refuse_device,
     refuse_op,
 )
+from autoprec.backends.delayed import DelayedScales, DelayedSpec
 from autoprec.backends.operands import GemmName, Role, is_shared, multiply, quantize_operand, transpose
+from autoprec.errors import BackendError
 from autoprec.formats import get_format
 from autoprec.formats.quantize import Quantized
 from autoprec.recipes import DelayedRecipe, NVFP4Recipe, family_of
@@ -33,10 +37,16 @@ class EmulatedBackend(Backend):
     name: ClassVar[str] = "emulated"
     speed: ClassVar[int] = 90
 
+    def __init__(self) -> None:
+        self._histories: Any = WeakIdKeyDictionary()
+        self._eager: Callable[..., Tensor] = self._delayed
+
     def available(self) -> Answer:
         return True, "runs wherever torch does"
 
     def supports(self, gemm: Gemm) -> Answer:
+        if isinstance(gemm.recipe, DelayedRecipe) and self._eager == self._delayed:
+            self._eager = torch.compiler.disable(self._delayed, reason="delayed scaling keeps state between calls")
         return first_refusal(gemm, (refuse_op, _refuse_recipe), "rounds the operands exactly and multiplies in fp32")
 
     def wanted(self, gemm: Gemm) -> Answer:
@@ -47,13 +57,34 @@ class EmulatedBackend(Backend):
         return True, ""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        if isinstance(spec.recipe, DelayedRecipe):
+            return self._eager(x, weight, bias, spec, spec.recipe)
         return _EmulatedLinear.apply(x, weight, bias, spec)
+
+    def reset(self) -> None:
+        self._histories.clear()
+
+    def _delayed(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, recipe: DelayedRecipe
+    ) -> Tensor:
+        if not weight.is_leaf or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise BackendError(
+                "recipe 'delayed' keeps a history for each Parameter; under a parametrization or a torch.func "
+                "transform use the recipe 'current'"
+            )
+        # The weight of a site is all that tells it from others: modules that do the same share a frame.
+        histories = self._histories.setdefault(weight, {}).setdefault(spec, DelayedScales(spec, recipe))
+        scales = histories.begin(x, weight)
+        call = DelayedSpec(
+            formats=spec.formats, recipe=recipe, output_dtype=spec.output_dtype, scales=scales, histories=histories
+        )
+        return _EmulatedLinear.apply(x, weight, bias, call)
 
 
 def _refuse_recipe(gemm: Gemm) -> str:
     recipe = gemm.recipe
-    if isinstance(recipe, DelayedRecipe):
-        return "recipe 'delayed' keeps state from step to step, which emulation doesn't; use 'current'"
+    if isinstance(recipe, DelayedRecipe) and gemm.mode == "inference":
+        return "recipe 'delayed' learns its scales in training steps; use 'current' for inference"
     for name in gemm.used_formats:
         if recipe is None and get_format(name).is_scaled:
             return f"format {name!r} has scales, so that it needs a recipe"
@@ -140,6 +171,8 @@ def _quantize(x: Tensor, spec: LinearSpec, role: Role, gemm: GemmName) -> Quanti
     )
     if high:
         return Quantized(x.to(torch.float32), None)
+    if isinstance(spec, DelayedSpec) and family_of(getattr(spec.formats, role)) is not None:
+        return spec.quantize(x.to(torch.float32), role)
     return quantize_operand(x, getattr(spec.formats, role), spec.recipe, role, gemm)
 
 

@@ -65,7 +65,8 @@ def quantize_operand(x: Tensor, format_name: str, recipe: Recipe | None, role: R
 
 def is_shared(format_name: str, recipe: Recipe | None, role: Role) -> bool:
     """Whether an operand has the same values in both GEMMs it takes part in, but for the transpose."""
-    if recipe is None or family_of(format_name) is None or isinstance(recipe, recipes.CurrentRecipe):
+    per_tensor = isinstance(recipe, recipes.CurrentRecipe | recipes.DelayedRecipe)
+    if recipe is None or family_of(format_name) is None or per_tensor:
         return True
     return _is_tiled(recipe, role)
 

@@ -17,6 +17,7 @@ from autoprec.recipes import Recipe
 GROUP = "autoprec.backends"
 #: Our own, by name → "module:class"; a module is imported when its backend is first asked for.
 BUILTIN = {
+    "transformer_engine": "autoprec.backends.transformer_engine.backend:TransformerEngineBackend",
     "native": "autoprec.backends.native:NativeBackend",
     "torchao": "autoprec.backends.torchao:TorchaoBackend",
     "emulated": "autoprec.backends.emulated:EmulatedBackend",

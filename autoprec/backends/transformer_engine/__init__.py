@@ -1,0 +1,1 @@
+"""``transformer_engine``: NVIDIA's linear layers, run on the model's own Parameters."""
