@@ -1,4 +1,4 @@
-"""Calls a model and leaves no trace: buffers, RNG, gradients, caches and train/eval are as before.  Copies no weights."""
+"""Calls a model and leaves no trace: buffers, RNG, gradients, caches and train/eval stay.  Copies no weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     attributes = [_snapshot(module) for module in modules]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    for parameter, _ in gradients:
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    parameters = [(p, p.data, p.grad) for p in model.parameters()]
+    for parameter, _, _ in parameters:
         parameter.grad = None  # a backward adds to a gradient in place
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -35,7 +35,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 # batch norm writes its running statistics without a new version
                 if buffer._version != version or not torch.equal(buffer, saved):
                     buffer.copy_(saved)
-        for parameter, gradient in gradients:
+        for parameter, data, gradient in parameters:
+            parameter.grad = None
+            if parameter.dtype != data.dtype or parameter.data_ptr() != data.data_ptr():
+                parameter.data = data  # the forward moves its own layers
             parameter.grad = gradient
 
 
