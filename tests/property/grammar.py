@@ -148,9 +148,10 @@ def like_the_weight(s: Step, x: torch.Tensor) -> torch.Tensor:
 
 
 def guarded(s: Step, x: torch.Tensor) -> torch.Tensor:
-    tiny = torch.finfo(x.dtype).tiny
+    # detached, as scales are: the gradient of a maximum goes to whichever of two near values a rounding makes the larger
+    largest = x.detach().abs().amax(-1, keepdim=True)
     noise = torch.linspace(-1, 1, WIDTH, dtype=x.dtype)
-    return x / (x.abs().amax(-1, keepdim=True) + tiny) + 0.1 * noise
+    return x / (largest + torch.finfo(x.dtype).tiny) + 0.1 * noise
 
 
 def shifted(s: Step, x: torch.Tensor) -> torch.Tensor:
