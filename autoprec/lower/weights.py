@@ -21,10 +21,15 @@ _KEPT: Any = WeakIdKeyDictionary()
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``weight`` in ``dtype``; kept until the weight is written or replaced.  Only without gradients."""
+    """``weight`` in ``dtype``; kept until the weight is written or replaced.  Only without gradients.
+
+    A write in place through ``weight.data`` leaves no mark, and the kept cast stays: write under ``torch.no_grad()``.
+    """
     if weight.dtype not in CASTABLE or weight.dtype == dtype:
         return weight
     if not isinstance(weight, torch.nn.Parameter) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return weight.to(dtype)
+    if weight.is_inference():  # made in inference mode: it has no version
         return weight.to(dtype)
     entry = _KEPT.get(weight)
     if entry is not None and entry[:2] == (weight._version, weight.data_ptr()) and entry.low.dtype == dtype:
