@@ -12,6 +12,7 @@ from torch import nn
 from autoprec.backends.registry import choose
 from autoprec.frames.swap import FAST, FrameState, framed_methods, leaf_op, original_class, remove, set_frames
 from autoprec.graph.site import GEMM_OPS
+from autoprec.lower.caches import Caches, note_caches, restore_caches
 from autoprec.lower.casts import NUMBER_OPS
 from autoprec.lower.fast.path import FastPath
 from autoprec.lower.foreign import guard_foreign_code
@@ -39,6 +40,7 @@ class Conversion:
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     stored: Stored | None = None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)
+    caches: Caches = field(default_factory=dict)
 
 
 class FrameBuilder:
@@ -123,7 +125,7 @@ def neutral_choices(rulebook: Rulebook) -> tuple[tuple[str, int | None, Choice],
 def apply(model: nn.Module, plan: Plan, rulebook: Rulebook) -> Conversion:
     """Puts every module of ``model`` into the frames of ``plan``."""
     builder = FrameBuilder(plan, rulebook)
-    conversion = Conversion(plan, Receipt(rows=()))
+    conversion = Conversion(plan, Receipt(rows=()), caches=note_caches(model))
     restore_outputs = plan.level != "O3"
     states: dict[tuple[Any, ...], FrameState] = {}
     for fqn, module in model.named_modules():
@@ -175,3 +177,4 @@ def undo(model: nn.Module) -> None:
         setattr(model.get_submodule(fqn), name, value)
     if conversion.stored is not None:
         restore(model, conversion.stored)
+    restore_caches(model, conversion.caches)
