@@ -25,10 +25,12 @@ class Kept:
     Args:
         high: id of a site that stays at 16 bit → why.
         fp32: rules for what runs in fp32 at every level.
+        fp32_sites: ids of the sites that those rules take.
     """
 
     high: Mapping[str, str]
     fp32: tuple[PlanRule, ...]
+    fp32_sites: frozenset[str]
 
 
 def kept_by_families(model: nn.Module, rulebook: Rulebook, recorded: Sequence[Site] | None) -> Kept:
@@ -42,21 +44,27 @@ def kept_by_families(model: nn.Module, rulebook: Rulebook, recorded: Sequence[Si
     classes = class_names(model)
     sites = module_sites(model) if recorded is None else recorded
     families = families_of(rulebook, classes.values(), [site.op for site in sites])
-    high = dict(_high(families, sites, classes))
-    return Kept(high=high, fp32=tuple(_fp32(families, rulebook, sites if recorded is not None else None, classes)))
+    high, fp32_sites = _kept(families, sites, classes)
+    fp32 = _fp32(families, rulebook, recorded, classes)
+    return Kept(high=high, fp32=tuple(fp32), fp32_sites=frozenset(fp32_sites))
 
 
-def _high(families: Iterable[Family], sites: Sequence[Site], classes: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Site id → why; the first family's reason counts where several keep a site."""
-    kept = {}
+def _kept(
+    families: Iterable[Family], sites: Sequence[Site], classes: Mapping[str, str]
+) -> tuple[dict[str, str], set[str]]:
+    """Site id → why it stays at 16 bit (the first family's reason counts), and the sites that stay fp32."""
+    high: dict[str, str] = {}
+    fp32: set[str] = set()
     for family in families:
         for site, rule in kept_sites(family, sites, classes):
-            kept.setdefault(site.id, rule.why)
-    linear = [site for site in sites if site.op == "linear" and site.leaf]
-    if not kept and len(linear) > 1:
-        kept[linear[-1].id] = LAST_LAYER
-        kept[linear[0].id] = FIRST_LAYER
-    return kept.items()
+            if rule.precision == "fp32":
+                fp32.add(site.id)
+            else:
+                high.setdefault(site.id, rule.why)
+    linear = [site.id for site in sites if site.op == "linear" and site.leaf and site.id not in fp32]
+    if len(linear) > 1 and not any(name in high for name in linear):
+        high |= {linear[-1]: LAST_LAYER, linear[0]: FIRST_LAYER}
+    return high, fp32
 
 
 def _fp32(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from autoprec.graph.site import Site
 
 #: Weights that a kernel below 16 bit takes.
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Of a mixture whose config doesn't say.
+EXPERTS_PER_TOKEN = 2
 
 _UNCALLED = "it isn't called on the example inputs, so that nothing shows how its weight is used"
 
@@ -28,6 +31,8 @@ class LinearLayer:
         in_features, out_features: of its weight; 0 where it has no shape yet.
         num_tokens: rows of its input at the recorded call; None where it wasn't recorded.
         trains_weight: its weight gets a gradient.
+        num_experts: entries of the list of experts it is in; 1 outside of one.
+        experts_per_token: of those, how many a token goes to.
         obstacle: why no kernel below 16 bit can take it, whatever it would gain; empty if one can.
     """
 
@@ -36,6 +41,8 @@ class LinearLayer:
     out_features: int
     num_tokens: int | None
     trains_weight: bool
+    num_experts: int = 1
+    experts_per_token: int = 1
     obstacle: str
 
     @property
@@ -74,9 +81,22 @@ def linear_layers(model: nn.Module, recorded: dict[str, Site] | None) -> Iterato
     """
     modules = dict(model.named_modules())
     owners = _owners(modules)
+    asked = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    picked = asked if isinstance(asked, int) and asked > 0 else EXPERTS_PER_TOKEN
     for fqn, module in modules.items():
         if isinstance(module, nn.Linear):
-            yield _linear_layer(fqn, module, modules, owners, recorded)
+            layer = _linear_layer(fqn, module, modules, owners, recorded)
+            experts = _num_experts(fqn, modules)
+            yield layer if experts == 1 else replace(layer, num_experts=experts, experts_per_token=min(picked, experts))
+
+
+def _num_experts(fqn: str, modules: dict[str, nn.Module]) -> int:
+    """Entries of the outermost list named ``experts`` around a module; 1 if there is none."""
+    parts = fqn.split(".")
+    for n, part in enumerate(parts[:-1]):
+        if part == "experts" and parts[n + 1].isdecimal():
+            return max(1, sum(1 for _ in modules[".".join(parts[: n + 1])].children()))
+    return 1
 
 
 def _linear_layer(

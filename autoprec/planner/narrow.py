@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -10,7 +10,8 @@ from autoprec.errors import TargetError
 from autoprec.estimate import LinearShape, linear_gain
 from autoprec.graph.site import Site
 from autoprec.plan import Formats, Mode, PlanRule
-from autoprec.planner.fold import fold, grouped
+from autoprec.planner.families import Kept
+from autoprec.planner.fold import fold, grouped, literal
 from autoprec.planner.layers import LinearLayer, linear_layers
 from autoprec.target import Target
 
@@ -20,6 +21,8 @@ ASSUMED_TOKENS = 8192
 #: A smaller estimated gain may be none: the estimate leaves out what an eager framework adds.  At 1.15 it agrees with
 #: the table that https://github.com/pytorch/ao measured on an H100 (2025): K <= 4096 and N <= 1024 don't pay.
 MIN_GAIN = 1.15
+
+_LINEAR_OPS = frozenset({"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum"})
 
 _ADAPTERS = ("lora_a", "lora_b", "lora_down", "lora_up")
 
@@ -40,7 +43,7 @@ def narrow_rules(
     *,
     low: str,
     mode: Mode,
-    high: Mapping[str, str],
+    kept: Kept,
     recorded: Sequence[Site] | None,
 ) -> list[PlanRule]:
     """One rule per reason: layers that stay at 16 bit, then those that go below.
@@ -51,14 +54,16 @@ def narrow_rules(
         formats: below 16 bit, by role.
         low: the 16-bit format.
         mode: training or inference.
-        high: id of a site that stays high → why.
+        kept: what families keep high.
         recorded: sites as a run showed them; None without one.
     """
     sites = None if recorded is None else {site.id: site for site in recorded if site.leaf}
     found: dict[tuple[str, bool], list[tuple[str, str]]] = {}
     for layer in linear_layers(model, sites):
-        source, pays, reason = _judge(layer, target, formats, low, mode, high)
-        found.setdefault((source, pays), []).append((reason, layer.glob_name))
+        if layer.fqn not in kept.fp32_sites:
+            source, pays, reason = _judge(layer, target, formats, low, mode, kept.high)
+            found.setdefault((source, pays), []).append((reason, layer.glob_name))
+    found.setdefault(("op", False), []).extend(_other_products(recorded or ()))
     order = (("op", False), ("family", False), ("cost", False), ("cost", True))
     return [
         rule
@@ -80,6 +85,14 @@ def _judge(
     return "cost", *judge_gain(layer, target, formats, low, mode)
 
 
+def _other_products(recorded: Sequence[Site]) -> Iterator[tuple[str, str]]:
+    """Products with a parameter that aren't a linear layer's own: they too say why they stay at 16 bit."""
+    for site in recorded:
+        if site.op in _LINEAR_OPS and site.num_params and not site.leaf:
+            reason = f"only an nn.Linear's own product has kernels below 16 bit, and this is {site.op!r} called by hand"
+            yield reason, f"{literal(site.scope)}::{site.op}#{site.index}"
+
+
 def refuse_adapter(layer: LinearLayer) -> str:
     """Why a low-rank adapter stays at 16 bit; empty for any other layer."""
     if any(part.lower().startswith(_ADAPTERS) for part in layer.fqn.split(".")):
@@ -99,7 +112,7 @@ def refuse_alignment(layer: LinearLayer, target: Target, formats: Formats) -> st
 
 def judge_gain(layer: LinearLayer, target: Target, formats: Formats, low: str, mode: Mode) -> tuple[bool, str]:
     """Whether the layer gains, and the estimate in words."""
-    tokens = layer.num_tokens if layer.num_tokens is not None else ASSUMED_TOKENS
+    tokens = _tokens(layer)
     shape = LinearShape(
         num_tokens=tokens,
         in_features=layer.in_features,
@@ -119,9 +132,16 @@ def judge_gain(layer: LinearLayer, target: Target, formats: Formats, low: str, m
     return False, f"too small to gain, {speed} (needs {MIN_GAIN}x): {work}"
 
 
+def _tokens(layer: LinearLayer) -> int:
+    if layer.num_tokens is not None:
+        return layer.num_tokens
+    return max(1, ASSUMED_TOKENS * layer.experts_per_token // layer.num_experts)
+
+
 def _words(layer: LinearLayer, target: Target, formats: Formats) -> str:
     if layer.num_tokens is None:
-        return f"assuming {ASSUMED_TOKENS} tokens"
+        routed = f", each to {layer.experts_per_token} of {layer.num_experts} experts" if layer.num_experts > 1 else ""
+        return f"assuming {ASSUMED_TOKENS} tokens{routed}"
     multiple = target.align(formats.input)
     padding = f", padded to a multiple of {multiple}" if layer.num_tokens % multiple else ""
     return f"{layer.num_tokens} tokens{padding}"
@@ -129,6 +149,12 @@ def _words(layer: LinearLayer, target: Target, formats: Formats) -> str:
 
 def _rules(pairs: Iterable[tuple[str, str]], formats: Formats, source: str) -> list[PlanRule]:
     return [
-        PlanRule(match=fold(names), formats=formats, reason=reason, source=source)
+        PlanRule(match=_globs(names), formats=formats, reason=reason, source=source)
         for reason, names in grouped(pairs).items()
     ]
+
+
+def _globs(names: list[str]) -> tuple[str, ...]:
+    """Layers by folded names; calls, which are globs already, as they are."""
+    layers = [name for name in names if "::" not in name]
+    return (*fold(layers), *(name for name in names if "::" in name))

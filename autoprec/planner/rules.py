@@ -63,7 +63,7 @@ def plan_by_rules(
         rules += [rule for rule in found if rule.formats.input != "fp32"]
         narrow = narrow_formats(target, formats)
         if narrow is not None:
-            layers = narrow_rules(model, target, narrow, low=low, mode=mode, high=kept.high, recorded=recorded)
+            layers = narrow_rules(model, target, narrow, low=low, mode=mode, kept=kept, recorded=recorded)
             rules += layers
             recipe = {"fp8": DEFAULTS["fp8"].to_dict()} if any(rule.formats == narrow for rule in layers) else {}
         rules += op_rules(rulebook, low)

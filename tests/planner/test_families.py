@@ -134,7 +134,14 @@ def test_high_is_16_bit_and_not_fp32():
     kept = kept_by_families(model, RULES, None)
     assert list(kept.high) == ["2", "0"]
     assert kept.fp32 == ()
+    assert kept.fp32_sites == frozenset()
     assert kept_by_families(nn.Linear(4, 4), RULES, None).high == {}
+
+
+def test_a_site_kept_fp32_is_not_also_kept_high():
+    kept = kept_by_families(nn.Sequential(MoeBlock()), RULES, None)
+    assert kept.fp32_sites == {"0.gate"}
+    assert "0.gate" not in kept.high
 
 
 def test_the_order_of_a_run_counts_and_not_that_of_registration():

@@ -367,6 +367,49 @@ def test_a_layer_that_the_example_inputs_never_call():
     assert "isn't called on the example inputs" in rule(plan, "unused").reason
 
 
+class ByHand(nn.Module):
+    """A layer that isn't an nn.Linear and multiplies all the same, as GPT-2's Conv1D does."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(inputs, outputs)), nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_a_product_called_by_hand_says_why_it_stays():
+    model = on_meta(lambda: nn.Sequential(*(ByHand(4096, 4096) for _ in range(3))))
+    found = RuleMatcher(planned(model, torch.empty(8192, 4096, device="meta"))).rule_for_site("1", "addmm", 0)
+    assert found.formats == Formats.all("bf16")
+    assert (
+        found.reason == "only an nn.Linear's own product has kernels below 16 bit, and this is 'addmm' called by hand"
+    )
+
+
+class Experts(nn.Module):
+    def __init__(self, count, width=4096):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(count))
+
+
+@pytest.mark.parametrize(("count", "is_fp8"), [(1, True), (2, True), (8, True), (256, False)])
+def test_an_expert_gets_its_share_of_the_tokens(count, is_fp8):
+    found = rule(
+        planned(on_meta(lambda: nn.Sequential(nn.Linear(64, 64), Experts(count), nn.Linear(64, 64)))), "1.experts.0"
+    )
+    assert (found.formats == HYBRID) is is_fp8
+    assert (f"each to 2 of {count} experts" in found.reason) is (count > 1)
+
+
+def test_how_many_experts_a_token_goes_to_is_the_configs():
+    model = on_meta(lambda: nn.Sequential(nn.Linear(64, 64), Experts(256), nn.Linear(64, 64)))
+    model.config = type("Config", (), {"num_experts_per_tok": 128})()
+    found = rule(planned(model), "1.experts.0")
+    assert found.formats == HYBRID
+    assert "each to 128 of 256 experts" in found.reason
+
+
 def test_lazy_and_double_layers():
     model = nn.Sequential(
         nn.Linear(64, 64), nn.LazyLinear(4096), nn.Linear(64, 64, dtype=torch.float64), nn.Linear(64, 64)
