@@ -56,11 +56,11 @@ def test_names_are_sorted_and_each_makes_one_backend() -> None:
 
 
 def test_by_speed_ends_in_emulation() -> None:
-    assert [b.name for b in registry.by_speed()] == ["native", "torchao", "emulated"]
+    assert [b.name for b in registry.by_speed()] == ["transformer_engine", "native", "torchao", "emulated"]
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(UsageError, match="unknown backend 'cutlass'; known: emulated, native, torchao"):
+    with pytest.raises(UsageError, match="unknown backend 'cutlass'; known: emulated, native, torchao, trans"):
         choose("linear", HYBRID, X, WEIGHT, ("emulated", "cutlass"), "training")
 
 
@@ -74,7 +74,7 @@ def test_a_package_adds_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert reason == "plugged: inference only"
     backend, reason = choose("linear", HYBRID, X, WEIGHT, (), "training", recipe=CurrentRecipe())
     assert backend is get_backend("emulated")
-    assert reason.startswith("not plugged: inference only; not native: on cpu")
+    assert reason.startswith("not plugged: inference only; not transformer_engine: has no kernels for cpu; not native:")
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -103,6 +103,7 @@ def test_a_broken_package_is_named(code: str, message: str, tmp_path: Path, monk
 def test_automatic_choice_on_a_cpu_is_the_reference_and_says_why() -> None:
     backend, reason = choose("linear", HYBRID, X, WEIGHT, (), "training", recipe=CurrentRecipe())
     assert backend is get_backend("emulated")
+    assert "not transformer_engine: has no kernels for cpu" in reason
     assert "not native: on cpu torch emulates it" in reason
     assert "not torchao: on cpu it multiplies in fp32" in reason
     assert reason.endswith("emulated: rounds the operands exactly and multiplies in fp32")

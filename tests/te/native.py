@@ -137,7 +137,8 @@ def generic_gemm(
     product = left @ right * left_inv * right_inv
     if bias is not None and not grad:
         product = product + bias.float()
-    return product.to(TORCH[DType(int(dtype))]), left.sum(1) if grad and bias is not None else None, None, None
+    grad_bias = left.sum(1) if grad and bias is not None else None
+    return on_gpu(product.to(TORCH[DType(int(dtype))])), grad_bias, None, None
 
 
 def fused_amax_and_scale_update_after_reduction(

@@ -80,14 +80,14 @@ class TransformerEngineBackend(Backend):
             importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        if not x.is_cuda:
+        if not (x.is_cuda or x.is_meta):
             raise BackendError(
                 f"backend 'transformer_engine' got an input on {x.device}; move the model to a CUDA device, "
                 "or convert it again for this one"
             )
         dtype = spec.output_dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1])
-        if not rows.shape[0]:  # an expert without tokens: kernels take none
+        if x.is_meta or not rows.shape[0]:  # shapes alone; an expert without tokens, which kernels don't take
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(dtype)
         layer = self._layer(weight, spec, x.device)
         single = x.dtype == torch.float32
