@@ -16,7 +16,7 @@ from autoprec.measure import Comparison, measure_ratios
 from autoprec.plan import Plan
 from autoprec.tasks import Batch, Task
 from autoprec.tune.checkpoint import Checkpoint
-from autoprec.tune.trainer import Trainer, relative_gap, take_batches
+from autoprec.tune.trainer import Trainer, own_random_state, relative_gap, take_batches
 
 #: ``complete``; ``stopped`` early as hopeless in loss or speed; ``diverged`` to NaN; ``failed`` with an exception.
 State = Literal["complete", "stopped", "diverged", "failed"]
@@ -121,10 +121,12 @@ class Bench:
         """Median seconds of an fp32 step, now."""
         step = self.baseline().stepper(self.batches(self.data_seed, self.effort.steps))
         seconds = []
-        for _ in range(steps + 1):
-            start = time.perf_counter()
-            float(step())
-            seconds.append(time.perf_counter() - start)
+        # a run that is going on draws its dropout as if this hadn't happened
+        with own_random_state(self.device):
+            for _ in range(steps + 1):
+                start = time.perf_counter()
+                float(step())
+                seconds.append(time.perf_counter() - start)
         return median(seconds[1:])
 
     def noise(self, seeds: Sequence[int], jitter: float = 1e-6) -> float:

@@ -31,6 +31,14 @@ def test_fp32_against_itself_has_no_gap_at_all(tiny):
     assert outcome.comparison.baseline_s > 0
 
 
+def test_timing_in_between_leaves_dropout_paired(tiny):
+    def build_model(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+
+    assert _bench(tiny.make(build_model=build_model)).trial(FP32).loss_gap == 0.0
+
+
 def test_a_mix_has_a_small_gap_and_the_same_each_time(tiny):
     bench = _bench(tiny.make())
     first, second = bench.trial(BF16), bench.trial(BF16)
