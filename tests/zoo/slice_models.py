@@ -262,7 +262,8 @@ def _settled(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> B
     return model.eval(), args, kwargs
 
 
-def _hf(name: str, *inputs: torch.Tensor, **config: Any) -> Built:
+def hf(name: str, *inputs: torch.Tensor, **config: Any) -> Built:
+    """A small model of transformers in eval mode, without a cache."""
     import transformers
 
     cls = getattr(transformers, name)
@@ -297,18 +298,18 @@ HAND_WRITTEN: dict[str, Callable[[], Built]] = {
 }  # fmt: skip
 
 TRANSFORMERS: dict[str, Callable[[], Built]] = {
-    "bert": lambda: _hf("BertForMaskedLM", ids()),
-    "llama": lambda: _hf("LlamaForCausalLM", ids(), num_key_value_heads=2),
-    "mixtral": lambda: _hf("MixtralForCausalLM", ids(), num_key_value_heads=2, num_local_experts=4),
-    "gpt2": lambda: _hf("GPT2LMHeadModel", ids(), n_embd=32, n_layer=2, n_head=4),
-    "t5": lambda: _hf(
+    "bert": lambda: hf("BertForMaskedLM", ids()),
+    "llama": lambda: hf("LlamaForCausalLM", ids(), num_key_value_heads=2),
+    "mixtral": lambda: hf("MixtralForCausalLM", ids(), num_key_value_heads=2, num_local_experts=4),
+    "gpt2": lambda: hf("GPT2LMHeadModel", ids(), n_embd=32, n_layer=2, n_head=4),
+    "t5": lambda: hf(
         "T5ForConditionalGeneration", ids(), ids(6), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
     ),
-    "vit": lambda: _hf("ViTModel", torch.randn(2, 3, 32, 32), image_size=32, patch_size=8),
-    "mamba": lambda: _hf("MambaForCausalLM", ids(), state_size=8),
-    "deberta": lambda: _hf("DebertaV2Model", ids(), relative_attention=True, pos_att_type=["p2c", "c2p"]),
-    "gemma 3": lambda: _hf("Gemma3ForCausalLM", ids(), head_dim=8, num_key_value_heads=2, query_pre_attn_scalar=8),
-    "segformer": lambda: _hf(
+    "vit": lambda: hf("ViTModel", torch.randn(2, 3, 32, 32), image_size=32, patch_size=8),
+    "mamba": lambda: hf("MambaForCausalLM", ids(), state_size=8),
+    "deberta": lambda: hf("DebertaV2Model", ids(), relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    "gemma 3": lambda: hf("Gemma3ForCausalLM", ids(), head_dim=8, num_key_value_heads=2, query_pre_attn_scalar=8),
+    "segformer": lambda: hf(
         "SegformerModel", torch.randn(2, 3, 64, 64), hidden_sizes=[8, 16], num_encoder_blocks=2, depths=[1, 1],
         sr_ratios=[2, 1], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
     ),
