@@ -366,6 +366,40 @@ def test_users_compile_of_a_submodule_stays_in_force():
     assert "compiled" in autoprec.receipt(fast).notes[-1]
 
 
+def test_changes_to_the_model_after_the_capture_count():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), 1.0
+
+        def turn(self, h):
+            return h.relu()
+
+        def forward(self, x):
+            return self.b(self.turn(self.a(x))) * self.scale
+
+    def forward(x):
+        return -torch.nn.functional.linear(x, fast.a.weight)
+
+    changes = [
+        lambda m: setattr(m, "scale", 2.0),
+        lambda m: setattr(m, "turn", lambda h: h * 3),
+        lambda m: setattr(m.b, "forward", torch.tanh),
+        lambda m: setattr(m, "b", nn.Identity()),
+        lambda m: m.a.requires_grad_(False),
+        lambda m: setattr(m.a, "bias", None),
+        lambda m: m.half(),
+        lambda m: setattr(m.a, "weight", nn.Parameter(torch.ones(4, 4))),
+        lambda m: setattr(m, "forward", forward),
+    ]
+    for k, change in enumerate(changes):
+        fast, mode = pair(Scaled(), run=lambda m: m(X))
+        change(fast)
+        change(mode)
+        assert torch.equal(fast(X), mode(X)), k
+        assert torch.equal(fast(X), mode(X)), k
+
+
 def test_hooks_on_the_root_run():
     fast, _ = pair(GPT().eval())
     calls = []

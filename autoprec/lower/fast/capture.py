@@ -11,14 +11,14 @@ import itertools
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoprec.frames.swap import run_outermost
+from autoprec.frames.swap import STATE, run_outermost
 from autoprec.lower.fast.merge import keep_weight_casts, merge_casts
 
 #: Runs a model's forward as a graph: ``graph(module, inner, args, kwargs)``.
@@ -26,6 +26,9 @@ Compiled = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, A
 
 #: Dynamo's settings while it traces for us: failures are told, one graph under DDP too, RNN layers stay one op.
 _SETTINGS = {"suppress_errors": False, "optimize_ddp": False, "allow_rnn": True}
+
+#: Start of the names of guards on our own functions and constants, which nothing changes.
+_OWN = ("G['__import_autoprec_dot_frames", "G['__import_autoprec_dot_lower")
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -84,7 +87,7 @@ def compile_forward() -> Compiled:
     torch.compiler.assume_constant_result(_require_capture)
     code = forward.__code__.replace(co_name=f"autoprec_forward_{next(_numbers)}")
     own = types.FunctionType(code, globals(), code.co_name)
-    return torch.compile(own, backend=_take_graph, fullgraph=True)
+    return torch.compile(own, backend=_take_graph, fullgraph=True, options={"guard_filter_fn": needed_guards})
 
 
 def capture(graphs: Graphs, compiled: Compiled, *call: Any) -> Any:
@@ -116,6 +119,27 @@ def _take_graph(graph: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Ca
     if graphs is None:
         raise GraphNeededError
     return graphs.lower(graph)
+
+
+def needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Which guards Dynamo keeps: not those on our frames, nor those that the model's watch stands for.
+
+    With all of them a call of a small model takes longer than under ``torch.autocast``.
+    """
+    return [not _is_watched(guard) for guard in guards]
+
+
+def _is_watched(guard: Any) -> bool:
+    """Whether :class:`ModelWatch` tells the same, or a guard is on what the frames are made of."""
+    if guard.guard_type == "NOT_PRESENT_IN_GENERIC_DICT":
+        return isinstance(guard.value, nn.Module)
+    own_wrapper = guard.name.startswith("dict(type(") and guard.name.count(".__closure__") == 1
+    return (
+        guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT"
+        or f".{STATE}" in guard.name
+        or guard.name.startswith(_OWN)
+        or own_wrapper
+    )
 
 
 def _check(graph: fx.GraphModule) -> None:

@@ -60,12 +60,21 @@ class ModelWatch:
 
     def __init__(self, root: nn.Module) -> None:
         below = [module for module in root.modules() if module is not root]
-        self._root_state = vars(root).get(STATE)
+        self._root_state, self._root_names = vars(root).get(STATE), frozenset(vars(root))
+        self._root_size = len(self._root_names)
         self._attributes = [vars(module) for module in below]
+        self._classes = [type(module) for module in below]
+        self._names = [frozenset(attributes) for attributes in self._attributes]
         self._states = [attributes.get(STATE) for attributes in self._attributes]
-        self._sizes = [-1] * len(below)  # not looked at yet
+        self._sizes = list(map(len, self._names))
         hooks = [attributes.get(name) for attributes in self._attributes for name in _HOOKS]
         self._hooks = (*(h for h in hooks if h is not None), *(getattr(torch_module, name) for name in _GLOBAL_HOOKS))
+        self._first = self._first_objection()
+
+    def _first_objection(self) -> str | None:
+        if any("forward" in names or "_compiled_call_impl" in names for names in self._names):
+            return "a submodule is compiled or has a forward of its own"
+        return None
 
     def objection(self, root: nn.Module) -> str | None:
         """Why the graph may not run now; None if nothing is in the way."""
@@ -80,8 +89,17 @@ class ModelWatch:
         if list(map(dict.get, self._attributes, repeat(STATE))) != self._states:
             return "a submodule was converted or reverted by itself"
         # Only a module that got or lost an attribute is looked into; this runs at every call.
-        if list(map(len, self._attributes)) != self._sizes:
-            if any("_compiled_call_impl" in a or "forward" in a for a in self._attributes):
-                return "a submodule is compiled or has a forward of its own"
-            self._sizes = list(map(len, self._attributes))
-        return None
+        if len(attributes) != self._root_size or list(map(len, self._attributes)) != self._sizes:
+            shadowed = self._shadowed(root)
+            if shadowed is not None:
+                return f"{shadowed!r} was replaced on a module"
+            self._root_size, self._sizes = len(attributes), list(map(len, self._attributes))
+        return self._first
+
+    def _shadowed(self, root: nn.Module) -> str | None:
+        """A name that an instance got since and that hides one of its class."""
+        # The root's own forward and compiled call are outside the graph.
+        names = vars(root).keys() - self._root_names - {"forward", "_compiled_call_impl"}
+        pairs = [(type(root), names)]
+        pairs += [(c, a.keys() - n) for c, a, n in zip(self._classes, self._attributes, self._names, strict=True)]
+        return next((name for cls, names in pairs for name in sorted(names) if hasattr(cls, name)), None)

@@ -8,6 +8,8 @@ that the caller could write through.  A graph that writes any tensor is left as 
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,9 +58,25 @@ def keep_weight_casts(module: fx.GraphModule) -> int:
         if _is_cast(node) and _is_parameter(node.args[0]) and all(map(_is_gemm, node.users))
     ]
     for node in found:
-        node.op, node.target = "call_function", cast_weight
+        node.op, node.target = "call_function", _kept_cast()
     module.recompile()
     return len(found)
+
+
+def _kept_cast() -> Callable[[torch.Tensor, torch.dtype], torch.Tensor]:
+    """``cast_weight`` that remembers its last answer: a look-up in a weak dictionary takes longer than a small cast."""
+    of: Callable[[], Any] = lambda: None  # noqa: E731
+    version, address = -1, -1
+    low = torch.empty(0)
+
+    def kept_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal of, version, address, low
+        if of() is not weight or version != weight._version or address != weight.data_ptr():
+            of, version, address = weakref.ref(weight), weight._version, weight.data_ptr()
+            low = cast_weight(weight, dtype)
+        return low
+
+    return kept_cast
 
 
 def _is_cast(node: Any) -> bool:
