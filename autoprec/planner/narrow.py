@@ -75,14 +75,17 @@ def narrow_rules(
 def _judge(
     layer: LinearLayer, target: Target, formats: Formats, low: str, mode: Mode, high: Mapping[str, str]
 ) -> tuple[str, bool, str]:
-    """Who decides, whether the layer goes below 16 bit, and why."""
+    """Who decides, whether the layer goes below 16 bit, and why: first what can't, then what doesn't gain."""
     if reason := layer.obstacle:
         return "op", False, reason
-    if reason := high.get(layer.fqn) or refuse_adapter(layer):
+    if reason := refuse_adapter(layer):
         return "family", False, reason
     if reason := refuse_alignment(layer, target, formats):
         return "op", False, reason
-    return "cost", *judge_gain(layer, target, formats, low, mode)
+    pays, reason = judge_gain(layer, target, formats, low, mode)
+    if pays and layer.fqn in high:
+        return "family", False, high[layer.fqn]
+    return "cost", pays, reason
 
 
 def _other_products(recorded: Sequence[Site]) -> Iterator[tuple[str, str]]:

@@ -231,6 +231,12 @@ def test_a_target_without_a_bandwidth_shows_no_gain():
     assert found.reason.startswith("nothing shows that it gains: the bandwidth of h100 isn't known")
 
 
+def test_two_small_layers_stay_for_their_size():
+    plan = planned(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(16, 64))
+    assert "too small to gain" in rule(plan, "0").reason
+    assert "too small to gain" in rule(plan, "2").reason
+
+
 # --- first, last, heads, routers
 
 
