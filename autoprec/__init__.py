@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoprec.analyze import Analysis, analyze
-    from autoprec.convert import Receipt, convert, receipt, revert
+    from autoprec.convert import Receipt, convert, plan_of, receipt, revert
     from autoprec.errors import (
         AutoprecError,
         BackendError,
@@ -69,6 +69,7 @@ __all__ = [
     "list_targets",
     "load_plan",
     "load_target",
+    "plan_of",
     "receipt",
     "revert",
     "tune",
@@ -76,7 +77,7 @@ __all__ = [
 
 _HOMES = {
     "analyze": ("Analysis", "analyze"),
-    "convert": ("Receipt", "convert", "receipt", "revert"),
+    "convert": ("Receipt", "convert", "plan_of", "receipt", "revert"),
     "plan": ("Formats", "Plan", "PlanRule", "ScalerSettings"),
     "planfile": ("load_plan",),
     "target": ("Target", "list_targets", "load_target"),

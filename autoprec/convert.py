@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from autoprec.deviation import Deviation
 from autoprec.errors import ConversionError, UsageError
 from autoprec.fingerprint import check_fingerprint
 from autoprec.frames.swap import FAST
@@ -22,10 +23,11 @@ from autoprec.lower.receipt import Receipt
 from autoprec.lower.receipts import make_receipt
 from autoprec.plan import Level, Mode, Plan
 from autoprec.planner.rules import low_format, plan_by_rules
+from autoprec.refine import is_random, measure_deviation, refine
 from autoprec.rulebook import Rulebook, load_rulebook
 from autoprec.target import Target, load_target
 
-__all__ = ["Receipt", "convert", "plan_for", "receipt", "revert"]
+__all__ = ["Receipt", "convert", "plan_for", "plan_of", "receipt", "revert"]
 
 _log = logging.getLogger("autoprec")
 
@@ -82,15 +84,21 @@ def convert(
     previous = vars(model).get(CONVERSION)
     if previous is not None:
         undo(model)
+    deviation = None
     if plan is None:
-        plan = plan_for(model, target, run, level, mode, formats, rulebook, merge_casts)
+        plan, deviation = _decide(model, target, run, level, mode, formats, rulebook, merge_casts)
     elif not isinstance(plan, Plan):
         from autoprec.planfile import load_plan
 
         plan = load_plan(plan)
     check_fingerprint(plan, model)
     try:
-        _apply(model, plan, rulebook, run, strict)
+        if run is None:
+            conversion = apply(model, plan, rulebook)
+            conversion.receipt = make_receipt(model, conversion, None)
+        else:
+            _apply_recorded(model, plan, rulebook, run, deviation)
+        _report_refusals(_conversion(model), strict)
     except BaseException:
         undo(model)
         raise
@@ -107,7 +115,28 @@ def plan_for(
     rulebook: Rulebook,
     merge_casts: bool = False,
 ) -> Plan:
-    """The plan that rules and analysis give for a model that isn't converted."""
+    """The plan that rules, analysis and a comparison with fp32 give a model; the model is left as it is.
+
+    Args:
+        model: not converted.
+        run: calls it on example inputs; None for op rules alone.
+        target, level, mode, formats, merge_casts: see :func:`convert`.
+        rulebook: the rules.
+    """
+    return _decide(model, target, run, level, mode, formats, rulebook, merge_casts)[0]
+
+
+def _decide(
+    model: nn.Module,
+    target: str | Target,
+    run: Run | None,
+    level: Level,
+    mode: Mode,
+    formats: str | None,
+    rulebook: Rulebook,
+    merge_casts: bool,
+) -> tuple[Plan, Deviation | None]:
+    """The plan, and how far the model is from fp32 in it where that was measured."""
     device = target if isinstance(target, Target) else load_target(target)
     analysis = None
     if run is not None and level != "O0":
@@ -116,9 +145,12 @@ def plan_for(
         low = low_format(device, level, formats)
         if low != "fp32":
             analysis = analyze(model, run, target=device, rulebook=rulebook, mode=mode, formats=(low,))
-    return plan_by_rules(
+    plan = plan_by_rules(
         model, device, rulebook, analysis=analysis, level=level, mode=mode, formats=formats, merge_casts=merge_casts
     )
+    if run is None or analysis is None:
+        return plan, None
+    return refine(model, plan, rulebook, analysis.sites, run)
 
 
 def receipt(model: nn.Module, example_inputs: Any = None) -> Receipt:
@@ -140,6 +172,15 @@ def receipt(model: nn.Module, example_inputs: Any = None) -> Receipt:
     return written if fast is None else replace(written, notes=(*written.notes, fast.note))
 
 
+def plan_of(model: nn.Module) -> Plan:
+    """The plan a converted model runs in, to save and carry.
+
+    Raises:
+        UsageError: the model isn't converted.
+    """
+    return _conversion(model).plan
+
+
 def revert(model: nn.Module) -> nn.Module:
     """Takes the plan out of a model: forwards and storage dtypes are as before, and values that weren't trained since.
 
@@ -149,10 +190,22 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _apply(model: nn.Module, plan: Plan, rulebook: Rulebook, run: Run | None, strict: bool) -> None:
-    conversion = apply(model, plan, rulebook)
-    recording = None if run is None else record(model, run)
+def _apply_recorded(model: nn.Module, plan: Plan, rulebook: Rulebook, run: Run, deviation: Deviation | None) -> None:
+    """Converts, and writes the receipt from a real call."""
+    apply(model, plan, rulebook)
+    recording = record(model, run)
+    if deviation is None and not is_random(model, tuple(recording.sites.values())):
+        undo(model)
+        deviation = measure_deviation(model, plan, rulebook, run)
+        apply(model, plan, rulebook)
+    conversion = _conversion(model)
     conversion.receipt = make_receipt(model, conversion, recording)
+    if deviation is not None:
+        notes = (f"measured on the example inputs: {deviation}", *conversion.receipt.notes)
+        conversion.receipt = replace(conversion.receipt, notes=notes)
+
+
+def _report_refusals(conversion: Conversion, strict: bool) -> None:
     refused = conversion.receipt.refused
     for row in refused:
         _log.warning("%s asked for %s and got %s: %s", row.site, row.asked, row.got, row.why)

@@ -60,7 +60,7 @@ class PlanRule:
         formats: format per role.
         backend: backends to try in order; empty means the fastest that can.
         reason: why, for a reader.
-        source: who decided: ``op pattern provenance range gradient family user search``.
+        source: who decided: ``op pattern provenance range gradient family cost user search``.
     """
 
     match: tuple[str, ...]

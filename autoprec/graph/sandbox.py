@@ -19,7 +19,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     attributes = [_snapshot(module) for module in modules]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [(b, b._version, b.requires_grad, b.detach().clone()) for b in model.buffers() if not b.is_meta]
     parameters = [(p, p.data, p.grad) for p in model.parameters()]
     for parameter, _, _ in parameters:
         parameter.grad = None  # a backward adds to a gradient in place
@@ -31,7 +31,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, saved in zip(modules, attributes, strict=True):
             _restore(module, saved)
         with torch.no_grad():
-            for buffer, version, saved in buffers:
+            for buffer, version, had_gradient, saved in buffers:
+                if buffer.requires_grad and not had_gradient:
+                    buffer.detach_()  # written where gradients are recorded, as a cache is
                 # batch norm writes its running statistics without a new version
                 if buffer._version != version or not torch.equal(buffer, saved):
                     buffer.copy_(saved)
