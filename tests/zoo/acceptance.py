@@ -22,6 +22,9 @@ TOLERANCE = {"bf16": 5e-2, "fp16": 2e-2}
 #: Values beyond this are marks (a mask's ``-1e9``), no results.
 _MARK = 1e8
 
+#: A norm below this counts as this: an untrained net may give outputs of 1e-35, whose errors mean nothing.
+_VANISHING = 1e-12
+
 #: Makes the model, its positional and its keyword arguments, the same each time.
 Fresh = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
@@ -132,7 +135,7 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     real = reference.isfinite() & (reference.abs() < _MARK)
     if not bool(value[real].isfinite().all()):
         return float("inf")
-    return float((value - reference)[real].norm() / reference[real].norm().clamp(min=1e-12))
+    return float((value - reference)[real].norm() / reference[real].norm().clamp(min=_VANISHING))
 
 
 def gradient_error(gradient: Gradient, reference: Gradient) -> float:
@@ -140,7 +143,7 @@ def gradient_error(gradient: Gradient, reference: Gradient) -> float:
     zero = torch.zeros(())
     off = sum(float((gradient.get(n, zero).double() - g.double()).square().sum()) for n, g in reference.items())
     norm = sum(float(g.double().square().sum()) for g in reference.values())
-    return (off / norm) ** 0.5 if norm else off**0.5
+    return off**0.5 / max(norm**0.5, _VANISHING)
 
 
 def floats(tree: Any) -> list[torch.Tensor]:
