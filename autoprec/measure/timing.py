@@ -21,6 +21,7 @@ Step = Callable[[], object]
 _RESAMPLES = 1000
 #: A reading is at least this long, else the clock's own noise counts.
 _MIN_READING_S = 0.002
+_MAX_CALLS = 1000
 
 
 def measure_ratios(
@@ -88,7 +89,7 @@ def _calls_per_reading(steps: list[Step], warm_up: int, device: torch.device) ->
     for step in dict.fromkeys(steps):
         for _ in range(max(1, warm_up)):
             shortest = min(shortest, _read(step, 1, device))
-    return max(1, math.ceil(_MIN_READING_S / max(shortest, 1e-7)))
+    return min(_MAX_CALLS, max(1, math.ceil(_MIN_READING_S / max(shortest, 1e-9))))
 
 
 def _read(step: Step, calls: int, device: torch.device) -> float:

@@ -119,10 +119,10 @@ class Bench:
 
     def measure_step_s(self, steps: int = 3) -> float:
         """Median seconds of an fp32 step, now."""
-        step = self.baseline().stepper(self.batches(self.data_seed, self.effort.steps))
         seconds = []
-        # a run that is going on draws its dropout as if this hadn't happened
+        # a run that is going on draws its dropout as if this hadn't happened; building a model draws too
         with own_random_state(self.device):
+            step = self.baseline().stepper(self.batches(self.data_seed, self.effort.steps))
             for _ in range(steps + 1):
                 start = time.perf_counter()
                 float(step())
