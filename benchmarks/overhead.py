@@ -3,8 +3,8 @@
     python benchmarks/overhead.py                 # a minute on one core; writes benchmarks/results/overhead.json
 
 The tiny model computes next to nothing, so that its times are Python's.  ``frames`` runs the mode under an empty plan:
-no casts.  ``mode`` is the plan of a target with bf16; ``mode, inference`` keeps cast weights.  Readings of all take turns
-in one process; ``eager again`` is the control.
+no casts.  ``mode`` is the plan of a target with bf16; ``mode, inference`` keeps cast weights.  Readings of all take
+turns in one process; ``eager again`` is the control.
 """
 
 from __future__ import annotations

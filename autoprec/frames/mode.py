@@ -80,6 +80,16 @@ def _in_any_graph(change: Callable[..., Any], *args: Any) -> Any:
     return allowed(change, *args)
 
 
+def run_in(frame: Frame, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(…)`` in a fresh activation of ``frame``, where no mode is active."""
+    # Not `with FrameMode(…)`: a compiler refuses that in a checkpointed body, where a converted module may be called.
+    _in_any_graph(push_mode, FrameMode(frame.enter()))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _in_any_graph(pop_own_mode)
+
+
 class Scoped:
     """A function that runs in the frame it was given in, whenever it is called.
 
@@ -99,11 +109,7 @@ class Scoped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current_mode() is not None:
             return self.function(*args, **kwargs)
-        _in_any_graph(push_mode, FrameMode(self.frame.enter()))
-        try:
-            out = self.function(*args, **kwargs)
-        finally:
-            _in_any_graph(pop_own_mode)
+        out = run_in(self.frame, self.function, *args, **kwargs)
         return upcast_floats(out) if self.fp32 else out
 
 
@@ -153,5 +159,5 @@ def keep_out_of_dynamo() -> None:
     """
     from torch._dynamo.eval_frame import skip_code
 
-    for func in (FrameMode.__torch_function__, FrameMode._special, current_mode, pop_own_mode, push_mode):
+    for func in (FrameMode.__torch_function__, FrameMode._special, current_mode, pop_own_mode, push_mode, run_in):
         skip_code(func.__code__)

@@ -12,7 +12,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def upcast_floats(out: Any) -> Any:
-    """The same structure with each 16-bit floating tensor cast to fp32; containers are copied only if something changes.
+    """The same structure with each 16-bit tensor cast to fp32; containers are copied only if something changes.
 
     Looks into tuples, lists, dicts, registered pytrees and dataclasses; other objects (caches) stay as they are.
     """

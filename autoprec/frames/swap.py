@@ -23,19 +23,20 @@ from autoprec.frames.inputs import recurrent_forward, script_call
 from autoprec.frames.methods import computing_methods
 from autoprec.frames.mode import (
     Frame,
-    FrameMode,
     current_mode,
     keep_out_of_dynamo,
     no_autocast,
     pop_own_mode,
     push_mode,
+    run_in,
 )
 from autoprec.frames.outputs import upcast_floats
 
 #: Name of the attribute that holds a module's frames.
 STATE = "_autoprec"
 
-#: Name of a converted root's attribute that may run its forward another, equal way: ``fast(module, inner, args, kwargs)``.
+#: Name of a converted root's attribute that may run its forward another, equal way:
+#: ``fast(module, inner, args, kwargs)``.
 FAST = "_autoprec_fast"
 
 #: Makes the frame of one method of one module: ``make(fqn, module, method) -> Frame``.
@@ -83,8 +84,8 @@ def run_outermost(module: nn.Module, name: str, inner: Callable[..., Any], args:
     An autocast of the caller's is switched off meanwhile: it would cast again what the plan keeps in fp32.
     """
     state = module._autoprec
-    with no_autocast("cpu"), no_autocast("cuda"), FrameMode(state.frames[name].enter()):
-        out = inner(module, *args, **kwargs)
+    with no_autocast("cpu"), no_autocast("cuda"):
+        out = run_in(state.frames[name], inner, module, *args, **kwargs)
     return upcast_floats(out) if state.restore_outputs else out
 
 

@@ -1,7 +1,7 @@
 """What a plan does to one call: cast its arguments, then run it.
 
-Only fp32, fp16 and bf16 arguments are cast.  An argument that the call writes (``out=``, an in-place destination, running
-statistics) is never cast: the write would go to the copy.
+Only fp32, fp16 and bf16 arguments are cast.  An argument that the call writes (``out=``, an in-place destination) is
+never cast: the write would go to the copy.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CastAround:
 
 @dataclass(frozen=True, slots=True)
 class KeepStatistics:
-    """Batch norm as its input comes: the kernel computes in fp32, if statistics and parameters are fp32 or like the input.
+    """Batch norm as its input comes: the kernel computes in fp32, if all else is fp32 or like the input.
 
     Any other mixture (a model moved to 16 bit after conversion) runs in fp32, with the statistics copied back.
     """

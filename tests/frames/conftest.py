@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab: int = 32, d: int = 16, heads: int = 2, blocks: int = 2, context: int = 8) -> None:
+    def __init__(self, vocab: int = 32, d: int = 16, heads: int = 2, blocks: int = 1, context: int = 8) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, d), nn.Embedding(context, d)
         self.blocks = nn.ModuleList(Block(d, heads) for _ in range(blocks))

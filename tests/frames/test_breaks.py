@@ -58,7 +58,7 @@ def dtypes_of_ops(graph):
     return {str(node.target): node.meta["example_value"].dtype for node in graph.graph.nodes if node.op != "output"}
 
 
-# ------------------------------------------------------------------------------------- silent: the plan or a number lost
+# ---- silent: the plan or a number lost
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -92,8 +92,7 @@ def test_encoder_stack_with_padding_in_a_graph_keeps_the_plan(gemms):
     assert close(want[~padding], reference[~padding])
 
 
-@pytest.mark.parametrize("moved", [BF16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("moved", "compiled"), [(BF16, False), (BF16, True), (torch.float16, False)])
 def test_running_statistics_are_updated_after_the_model_is_moved_to_16_bit(moved, compiled):
     model = convert(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.5))).to(moved)
     before = model[1].running_mean.clone()
@@ -251,8 +250,10 @@ def by_attribute(*args, **kwargs):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("what", ["method", "local", "partial"])
-@pytest.mark.parametrize("call", [checkpoint, by_attribute], ids=["name", "attribute"])
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [("method", checkpoint), ("local", checkpoint), ("local", by_attribute), ("partial", by_attribute)],
+)
 def test_checkpointed_function_is_recomputed_in_the_plan(what, reentrant, compiled, call):
     def gradients(what):
         model = convert(seeded(Checkpointed, what, reentrant, call))
@@ -294,7 +295,7 @@ def test_tools_that_look_at_the_exact_type_work_after_revert():
     assert type(quantized[0]) is not nn.Linear
 
 
-# ---------------------------------------------------------------------------------------------------------------- crashes
+# ---- crashes
 
 
 class Unusual(nn.Module):
@@ -595,7 +596,7 @@ def test_half_precision_numbers_leave_for_numpy():
     assert model(torch.randn(2, 4)).detach().numpy().dtype == "float32"
 
 
-# --------------------------------------------------------------------------------------------- the stack is left as it was
+# ---- the stack is left as it was
 
 
 def test_exceptions_leave_no_mode_and_the_parents_frame():
@@ -679,7 +680,7 @@ def test_private_names_that_frames_stand_on_exist():
     assert hasattr(seeded(nn.TransformerEncoderLayer, 4, 1), "activation_relu_or_gelu")
 
 
-# --------------------------------------------------------------------------------------------------------- argument forms
+# ---- argument forms
 
 
 class Form(nn.Module):
