@@ -36,10 +36,11 @@ class Amaxes:
 
     def learn(self, amax: Tensor) -> None:
         """A training step has seen ``amax``."""
-        if self._history is None or self._scale is None:
-            self._history, self._scale = amax.new_zeros(self._recipe.history_length, 1), self.scale(amax)[None]
-        self._history[0] = amax
-        self._history, self._scale = self._update(self._history, self._scale)
+        history, scale = self._history, self._scale
+        if history is None or scale is None:
+            history, scale = amax.new_zeros(self._recipe.history_length, 1), amax.new_ones(1)
+        history[0] = amax
+        self._history, self._scale = self._update(history, scale)
 
     def _update(self, history: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         recipe = self._recipe

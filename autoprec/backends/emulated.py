@@ -73,7 +73,10 @@ class EmulatedBackend(Backend):
                 "transform use the recipe 'current'"
             )
         # The weight of a site is all that tells it from others: modules that do the same share a frame.
-        histories = self._histories.setdefault(weight, {}).setdefault(spec, DelayedScales(spec, recipe))
+        of_weight = self._histories.setdefault(weight, {})
+        if spec not in of_weight:
+            of_weight[spec] = DelayedScales(spec, recipe)
+        histories = of_weight[spec]
         scales = histories.begin(x, weight)
         call = DelayedSpec(
             formats=spec.formats, recipe=recipe, output_dtype=spec.output_dtype, scales=scales, histories=histories

@@ -7,6 +7,7 @@ operands, Parameters and scales reach a kernel, and in which order.  It shows no
 
 import contextlib
 import enum
+import functools
 import importlib
 import importlib.util
 import os
@@ -75,8 +76,7 @@ def quantize(x: Tensor, quantizer: Any, output: Any = None, noop: Any = None) ->
     assert noop is None
     amax = x.detach().abs().amax().float()
     fmt = FORMAT[DType(int(quantizer.dtype))]
-    delayed = hasattr(quantizer, "scale")
-    if delayed:
+    if type(quantizer).__name__ == "Float8Quantizer":  # of delayed scaling
         scale = quantizer.scale.clone()
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
     else:
@@ -167,6 +167,20 @@ class OnGpu(Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
+def region() -> tuple[int, bool]:
+    """How many regions are open, and whether the innermost one quantises."""
+    manager: Any = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    state = getattr(manager, "quantization_state", None)
+    return (manager.AUTOCAST_DEPTH if state is None else state.autocast_depth), manager.is_fp8_enabled()
+
+
+def remembered() -> list[Any]:
+    """What the process remembers: the recipes of past regions, and the amaxes to be reduced at the end of one."""
+    manager: Any = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    state = getattr(manager, "quantization_state", manager)
+    return [state.autocast_arguments, state.global_amax_buffer]
+
+
 def on_gpu(x: Tensor) -> Tensor:
     return x.as_subclass(OnGpu)
 
@@ -206,13 +220,14 @@ class _Common:
 
 
 def _forget_gpu() -> None:
-    """Transformer Engine remembers what the first GPU that it saw can do."""
-    utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
-    for name in ("_get_device_compute_capability", "get_device_compute_capability", "is_non_tn_fp8_gemm_supported"):
-        getattr(getattr(utils, name, None), "cache_clear", lambda: None)()
-    quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
-    for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
-        setattr(quantization, name, None)
+    """Transformer Engine remembers what the first GPU that it saw can do; versions do so in different ways."""
+    for module in ("utils", "quantization"):
+        imported: Any = importlib.import_module(f"transformer_engine.pytorch.{module}")
+        for name, value in list(vars(imported).items()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+            elif name.endswith("_SUPPORT"):
+                setattr(imported, name, None)
 
 
 @contextlib.contextmanager
@@ -238,5 +253,7 @@ def gpu(capability: tuple[int, int] = (9, 0), cuda: str = "13.0") -> Iterator[No
         stack.callback(_forget_gpu)
         stack.enter_context(mock.patch("torch.version.cuda", cuda))
         stack.enter_context(mock.patch("torch.Tensor.cuda", lambda x: x))
+        stack.enter_context(mock.patch("torch.cuda.nvtx.range_push"))
+        stack.enter_context(mock.patch("torch.cuda.nvtx.range_pop"))
         stack.enter_context(_OnCpu())
         yield

@@ -6,13 +6,15 @@ import pickle
 import weakref
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.backends import LinearSpec, get_backend
+from autoprec.backends import LinearSpec, choose, get_backend
+from autoprec.backends.emulated import EmulatedBackend
 from autoprec.backends.transformer_engine.backend import TransformerEngineBackend
 from autoprec.errors import BackendError
 from autoprec.plan import Formats
@@ -59,6 +61,24 @@ def test_operands_and_gradients_are_those_of_emulation(
         # The kernels round the bias, and all gradients, to the activation's dtype.
         tolerance = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item(), msg=name)
+
+
+def test_delayed_scales_are_those_of_emulation_step_by_step(hopper: ModuleType) -> None:
+    spec = LinearSpec(formats=HYBRID, recipe=DelayedRecipe(history_length=3))
+    x, weight, _, grad = operands(torch.float32)
+    traces = []
+    for backend, put in ((TransformerEngineBackend(), hopper.on_gpu), (EmulatedBackend(), Tensor.clone)):
+        leaf, trace = nn.Parameter(weight.clone()), []
+        for size in (1.0, 30.0, 0.5, 0.1, 2.0, 0.01):
+            row, leaf.grad = put(x * size).detach().requires_grad_(), None
+            output = backend.linear(row, leaf, None, spec)
+            output.backward(grad / size)
+            with torch.no_grad():
+                trace += [output, row.grad, leaf.grad, backend.linear(put(x * 100), leaf, None, spec)]
+                leaf -= 0.1 * leaf.grad
+        traces.append([t.detach().as_subclass(Tensor) for t in trace])
+    for a, b in zip(*traces, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (2, 3, 5, IN), (32, IN)])
@@ -164,6 +184,10 @@ def test_stateless_recipes_share_a_layer_and_delayed_ones_do_not(hopper: ModuleT
 def test_gradients_from_unrounded_or_from_the_forwards_operands(hopper: ModuleType, backward: str) -> None:
     x, weight, _, grad = operands(torch.float32)
     spec = LinearSpec(formats=HYBRID, recipe=CurrentRecipe(backward=backward))  # type: ignore[arg-type]
+    meta = torch.empty_like(x, device="meta"), torch.empty_like(weight, device="meta")
+    backend, reason = choose("linear", HYBRID, *meta, ("transformer_engine",), "training", recipe=spec.recipe)
+    if backend is None:
+        pytest.skip(reason)
     got = run(TransformerEngineBackend(), spec, hopper.on_gpu(x), weight, None, grad)
     wanted = run(get_backend("emulated"), spec, x, weight, None, grad)
     for a, b in zip(got, wanted, strict=True):
@@ -197,3 +221,28 @@ def test_a_cpu_tensor_is_an_error_that_says_what_to_do(hopper: ModuleType) -> No
     x, weight, bias, _ = operands()
     with pytest.raises(BackendError, match="got an input on cpu; move the model to a CUDA device"):
         TransformerEngineBackend().linear(x, weight, bias, LinearSpec(formats=HYBRID, recipe=CurrentRecipe()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, after the break
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of imports that are not ours
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("recipe", [CurrentRecipe(), DelayedRecipe()], ids=["current", "delayed"])
+def test_a_compiled_model_breaks_its_graph_at_the_layer(hopper: ModuleType, recipe: Recipe) -> None:
+    x, weight = operands(torch.float32)[0], nn.Parameter(operands()[1])  # fp32 needs no autocast
+    meta = torch.empty_like(x, device="meta")
+    backend, reason = choose("linear", HYBRID, meta, weight, ("transformer_engine",), "training", recipe=recipe)
+    assert backend is not None, reason
+    spec = LinearSpec(formats=HYBRID, recipe=recipe)
+
+    def function(x: Tensor) -> Tensor:
+        return backend.linear(hopper.on_gpu(x * 2), weight, None, spec) * 3
+
+    wanted = function(x)
+    torch._dynamo.reset()
+    with mock.patch("torch.cuda.is_available", return_value=False):  # else Dynamo asks for the GPU's state
+        compiled = torch.compile(function, backend="eager")
+        if isinstance(recipe, CurrentRecipe):  # the other has learned from the first call
+            torch.testing.assert_close(compiled(x), wanted, rtol=0, atol=0)
+        compiled(x).as_subclass(Tensor).sum().backward()
+    assert weight.grad is not None

@@ -21,7 +21,7 @@ from autoprec.plan import Formats
 from autoprec.recipes import DelayedRecipe, Recipe
 
 #: Transformer Engine's regions are global to the process: two threads would see each other's recipe.
-_REGION = threading.Lock()
+_REGION = threading.RLock()
 
 
 class Layer:
@@ -82,7 +82,7 @@ class DelayedLayer(Layer):
     share.  Here each layer is a region of its own, so it updates its own scales with the same kernel: those of the
     forward before the next one, so that a recomputed forward has the scales of the first, those of the gradient after
     each backward.  Until there is a history, scales are those of the tensors at hand; Transformer Engine's first step
-    has 1, by which small gradients are zero.
+    has 1, by which small gradients are zero.  A copy, and a model resumed from a checkpoint, starts without a history.
     """
 
     recipe: DelayedRecipe
@@ -105,8 +105,9 @@ class DelayedLayer(Layer):
                 self._start("scaling_fwd", self.formats.input, rows, weight)
         output = self._linear.forward(rows)
         self._news = torch.is_grad_enabled()
-        if output.requires_grad and output.grad_fn is not None:
-            output.register_hook(self._before_backward)
+        if output.grad_fn is not None:
+            if not self._learned["scaling_bwd"]:
+                output.register_hook(self._before_backward)
             output.grad_fn.register_hook(self._after_backward)
         return output
 
@@ -119,7 +120,7 @@ class DelayedLayer(Layer):
         self._news = None
 
     def _before_backward(self, grad: Tensor) -> None:
-        if not self._learned["scaling_bwd"]:
+        if not self._learned["scaling_bwd"]:  # still: a step may have several backwards
             self._start("scaling_bwd", self.formats.grad_output, grad)
 
     def _after_backward(self, grad_inputs: Any, grad_outputs: Any) -> None:

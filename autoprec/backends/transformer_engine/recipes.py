@@ -115,6 +115,7 @@ def _settings(recipe: Recipe, formats: Formats, common: Any) -> dict[str, Any]:
         settings |= {"use_power_2_scales": recipe.power_of_two}
         settings |= {"fp8_gemm_fprop": output, "fp8_gemm_dgrad": grads, "fp8_gemm_wgrad": grads}
     elif isinstance(recipe, DelayedRecipe):
+        # Every process scales its own part of the batch; a layer that one of them skips would hang a reduction.
         settings |= {"margin": recipe.margin, "amax_history_len": recipe.history_length}
         settings |= {"amax_compute_algo": recipe.algorithm, "reduce_amax": False}
     elif isinstance(recipe, Block128Recipe):
