@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,16 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 def count_flops(call: Callable[[], Any]) -> tuple[Any, int]:
     """Runs ``call`` and returns its result with the FLOPs of the matrix products and convolutions in it."""
-    with FlopCounterMode(display=False) as counter:
+    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         out = call()
     return out, int(counter.get_total_flops())
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Of the CPU's fused attention, which torch doesn't count; arguments are shapes (batch, heads, length, width)."""
+    *batch_and_heads, queries, width = query
+    return 2 * math.prod(batch_and_heads) * queries * key[-2] * (width + value[-1])
 
 
 def recurrent_flops(op: str, inputs: list[torch.Tensor]) -> int:
