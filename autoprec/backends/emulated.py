@@ -74,9 +74,10 @@ class EmulatedBackend(Backend):
             )
         # The weight of a site is all that tells it from others: modules that do the same share a frame.
         of_weight = self._histories.setdefault(weight, {})
-        if spec not in of_weight:
-            of_weight[spec] = DelayedScales(spec, recipe)
-        histories = of_weight[spec]
+        key = (spec, x.device)  # moved to another device, a weight starts anew
+        if key not in of_weight:
+            of_weight[key] = DelayedScales(spec, recipe)
+        histories = of_weight[key]
         scales = histories.begin(x, weight)
         call = DelayedSpec(
             formats=spec.formats, recipe=recipe, output_dtype=spec.output_dtype, scales=scales, histories=histories
