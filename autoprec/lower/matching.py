@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import heapq
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class RuleMatcher:
         self.rules: Sequence[PlanRule] = plan.rules
         self._literal: dict[str, list[OpGlob]] = defaultdict(list)
         self._wild: list[tuple[re.Pattern[str], OpGlob]] = []
+        self._sorted: dict[tuple[OpGlob, ...], tuple[dict[str, list[OpGlob]], list[OpGlob]]] = {}
         patterns: dict[str, re.Pattern[str]] = {}
         for number, rule in enumerate(plan.rules):
             for text in rule.match:
@@ -87,7 +89,8 @@ class RuleMatcher:
 
     def rule(self, relevant: tuple[OpGlob, ...], op: str, index: int | None = None) -> PlanRule | None:
         """The first of the relevant rules that takes the ``index``-th call of ``op`` (None: a call no rule names)."""
-        for glob in relevant:
+        by_op, others = self._by_op(relevant)
+        for glob in heapq.merge(by_op.get(op, ()), others, key=lambda g: g.rule):
             rule = self.rules[glob.rule]
             if glob.op is None:
                 if op in GEMM_OPS or rule.formats.input == "fp32":
@@ -95,6 +98,19 @@ class RuleMatcher:
             elif (glob.call is None or glob.call == index) and _op_matches(glob.op, op):
                 return rule
         return None
+
+    def _by_op(self, relevant: tuple[OpGlob, ...]) -> tuple[dict[str, list[OpGlob]], list[OpGlob]]:
+        """The relevant globs that name one op, by it, and the others; hundreds of ops are looked up one by one."""
+        if relevant not in self._sorted:
+            by_op: dict[str, list[OpGlob]] = defaultdict(list)
+            others = []
+            for glob in relevant:
+                if glob.op is None or _WILD.search(glob.op):
+                    others.append(glob)
+                else:
+                    by_op[glob.op].append(glob)
+            self._sorted[relevant] = by_op, others
+        return self._sorted[relevant]
 
     def rule_for_site(self, scope: str, op: str, index: int) -> PlanRule | None:
         return self.rule(self.relevant(scope), op, index)
