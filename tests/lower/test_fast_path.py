@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoprec
-from autoprec.frames.swap import FAST, FrameMode
+from autoprec.frames.swap import FAST
 from autoprec.lower.fast import path
 from autoprec.plan import Formats, Plan, PlanRule
 
@@ -117,20 +117,21 @@ def warm(model, run):
 
 
 def ran_as_graph(model, call):
-    """Whether ``call()`` enters no frame mode of its own: the graph runs without any."""
-    seen = []
-    enter = FrameMode.__enter__
+    """Whether ``call()`` ran the model, and never through the mode."""
+    through_mode = []
+    run_outermost, entered = path.run_outermost, vars(model)[FAST]._graphs
+    entered.entered = False
 
-    def spy(self):
-        seen.append(True)
-        return enter(self)
+    def spy(*args):
+        through_mode.append(True)
+        return run_outermost(*args)
 
-    FrameMode.__enter__ = spy
+    path.run_outermost = spy
     try:
         call()
     finally:
-        FrameMode.__enter__ = enter
-    return not seen
+        path.run_outermost = run_outermost
+    return entered.entered and not through_mode
 
 
 def tensors(value):

@@ -66,7 +66,8 @@ class Graphs:
             merge_casts(graph)
         if self.keep_weights and not torch.is_grad_enabled():
             keep_weight_casts(graph)
-        forward = graph.forward
+        # Dynamo's own graph module compiles lazily, and goes through three wrappers at each call.
+        forward = fx.GraphModule(graph, graph.graph).forward
 
         def run(*args: Any) -> Any:
             self.entered = True
