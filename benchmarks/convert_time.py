@@ -63,10 +63,18 @@ def export(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"nodes": len(torch.export.export(model, (), inputs, strict=False).graph.nodes)}
 
 
+def forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One fp32 call, for scale: example inputs go through the model several times, in fp32 and in the plan."""
+    with torch.no_grad():
+        model(**inputs)
+    return {}
+
+
 METHODS: dict[str, Callable[[nn.Module, dict[str, torch.Tensor]], dict[str, Any]]] = {
     "rules": rules,
     "examples": examples,
     "export": export,
+    "forward": forward,
 }
 
 
