@@ -4,8 +4,8 @@
     python benchmarks/step_time.py --compile            # under torch.compile (inductor)
     python benchmarks/step_time.py --only gpt --rounds 25
 
-Writes ``benchmarks/results/step_time[_compiled].json``.  Ratios are of ``torch.autocast``'s time to the method's: above 1
-is faster than autocast.  Each comes with its 95% interval and the A/A control of the same rounds.
+Writes ``benchmarks/results/step_time[_compiled].json``.  Ratios are of ``torch.autocast``'s time to the method's: above
+1 is faster than autocast.  Each comes with its 95% interval and the A/A control of the same rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METHODS = ("fp32", "bfloat16", "autoprec")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with one batch: ``loss(model, cast)`` runs it, ``cast`` being what ``model.bfloat16()`` needs of inputs."""
+    """A model, one batch, and the loss of an output."""
 
     build: Callable[[], nn.Module]
     inputs: tuple[torch.Tensor, ...]
@@ -176,10 +176,9 @@ def main() -> None:
         for train in (True, False):
             row = run(name, train, options.compile, options.rounds)
             rows.append(row)
-            methods = "  ".join(
-                "{} {:.3f} ({:.3f} … {:.3f})".format(m, *row[m]["against_autocast"]) for m in METHODS
-            )
-            print(f"{name:12} {row['mode']:9} autocast {row['autocast_s'] * 1e3:8.2f} ms  {methods}  A/A {row['control'][0]:.3f}")
+            ratios = "  ".join("{} {:.3f} ({:.3f} … {:.3f})".format(m, *row[m]["against_autocast"]) for m in METHODS)
+            head = f"{name:12} {row['mode']:9} autocast {row['autocast_s'] * 1e3:8.2f} ms"
+            print(f"{head}  {ratios}  A/A {row['control'][0]:.3f}", flush=True)
     if not options.only:
         result = {"environment": describe_environment().to_json(), "threads": options.threads, "rows": rows}
         RESULTS.mkdir(exist_ok=True)
