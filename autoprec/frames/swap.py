@@ -204,7 +204,7 @@ def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module
     return module
 
 
-def _pickled(inner: Callable[[Any, Any], Any], cls: type[nn.Module]) -> Callable[[Any, Any], Any]:
+def _pickled(inner: Callable[..., Any], cls: type[nn.Module]) -> Callable[[Any, Any], Any]:
     """``__reduce_ex__`` that names the user's class, since ours can't be imported."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
@@ -242,7 +242,7 @@ def _recompiled(cls: type[torch.fx.GraphModule]) -> Callable[..., Any]:
     return recompile
 
 
-def _latest_forward(cls: type[torch.fx.GraphModule]) -> FunctionType:
+def _latest_forward(cls: type[torch.fx.GraphModule]) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
@@ -343,11 +343,15 @@ def _without_frames(cls: type) -> type:
     if "_autoprec_original" in vars(cls):
         return vars(cls)["_autoprec_original"]
     made_from = vars(cls).get("_autoprec_made_from")
-    if made_from is not None and vars(cls).keys() - {"_autoprec_made_from"} == vars(made_from).keys():
-        return made_from  # nothing was parametrized since
+    if made_from is not None and _properties(cls) == _properties(made_from):
+        return made_from  # the same tensors are parametrized
     if not _in_frames(cls) or _calls_super(cls):
         return cls
     return _on_bases(cls, tuple(_without_frames(base) for base in cls.__bases__))
+
+
+def _properties(cls: type) -> set[str]:
+    return {name for name, value in vars(cls).items() if isinstance(value, property)}
 
 
 def _calls_super(cls: type) -> bool:
