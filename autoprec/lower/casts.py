@@ -107,7 +107,7 @@ class CastToDestination:
     """Arguments take the dtype of the first one, which the call writes or which sets the result's dtype."""
 
     def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        target = args[0] if args else kwargs.get("input")
+        target: Any = args[0] if args else kwargs.get("input")
         if not isinstance(target, torch.Tensor) or target.dtype not in CASTABLE:
             return func(*args, **kwargs)
         dtype = target.dtype
