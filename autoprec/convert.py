@@ -12,7 +12,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from autoprec.deviation import Deviation
 from autoprec.errors import ConversionError, UsageError
 from autoprec.fingerprint import check_fingerprint
 from autoprec.frames.swap import FAST
@@ -23,9 +22,10 @@ from autoprec.lower.receipt import Receipt
 from autoprec.lower.receipts import make_receipt
 from autoprec.plan import Level, Mode, Plan
 from autoprec.planner.rules import low_format, plan_by_rules
-from autoprec.refine import is_random, measure_deviation, refine
 from autoprec.rulebook import Rulebook, load_rulebook
 from autoprec.target import Target, load_target
+from autoprec.verify.deviation import Deviation
+from autoprec.verify.refine import is_random, measure_deviation, refine
 
 __all__ = ["Receipt", "convert", "plan_for", "plan_of", "receipt", "revert"]
 

@@ -38,7 +38,7 @@ def test_gradients_checkpoints_and_revert(name, target):
     model = autoprec.convert(copy.deepcopy(original), target=target)
     got = gradient(task, model, batch)
     assert got.dtype == torch.float32
-    # What rounded weights alone do, in fp32 arithmetic, is the model's own condition: the CNN's is poor at fresh weights.
+    # What rounded weights alone do in fp32 is the model's own condition: the CNN's is poor at fresh weights.
     dtype, usual = FORMATS[target]
     rounded = copy.deepcopy(original)
     with torch.no_grad():

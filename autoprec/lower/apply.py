@@ -16,8 +16,8 @@ from autoprec.lower.caches import Caches, note_caches, restore_caches
 from autoprec.lower.casts import NUMBER_OPS
 from autoprec.lower.fast.path import FastPath
 from autoprec.lower.foreign import guard_foreign_code
-from autoprec.lower.frame import CastFrame, Choice, Choices, GemmSettings, frame_for
-from autoprec.lower.gemm import DTYPES
+from autoprec.lower.frame import CastFrame, Choice, Choices, frame_for
+from autoprec.lower.gemm import DTYPES, GemmSettings
 from autoprec.lower.matching import OpGlob, RuleMatcher
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.storage import Stored, restore, store

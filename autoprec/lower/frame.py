@@ -11,7 +11,7 @@ import torch
 from autoprec.frames.mode import Action
 from autoprec.frames.names import is_inplace, spellings
 from autoprec.lower import casts
-from autoprec.lower.gemm import DTYPES, gemm_action
+from autoprec.lower.gemm import DTYPES, GemmSettings, gemm_action
 from autoprec.plan import Formats
 
 
@@ -28,20 +28,6 @@ class Choice(NamedTuple):
     kind: str
     formats: Formats | None = None
     backend: tuple[str, ...] = ()
-
-
-class GemmSettings(NamedTuple):
-    """What a GEMM needs to know beside its formats.
-
-    Args:
-        mode: ``training`` or ``inference``; inference keeps cast weights from call to call.
-        low: the plan's 16-bit format: of activations between quantised layers, and of GEMMs no backend takes.
-        recipe: settings of the fp8 and block formats, as JSON.
-    """
-
-    mode: str = "training"
-    low: str = "bf16"
-    recipe: str = "{}"
 
 
 #: ``(op, index or None, choice)``, sorted.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +16,21 @@ from autoprec.lower.weights import cast_weight
 from autoprec.plan import Formats
 from autoprec.recipes import recipe_for
 
-if TYPE_CHECKING:
-    from autoprec.lower.frame import GemmSettings
-
-
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class GemmSettings(NamedTuple):
+    """What a GEMM needs to know beside its formats.
+
+    Args:
+        mode: ``training`` or ``inference``; inference keeps cast weights from call to call.
+        low: the plan's 16-bit format: of activations between quantised layers, and of GEMMs no backend takes.
+        recipe: settings of the fp8 and block formats, as JSON.
+    """
+
+    mode: str = "training"
+    low: str = "bf16"
+    recipe: str = "{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class CastKeepingWeights:
         return func(*[self._cast(a) for a in args], **{k: self._cast(v) for k, v in kwargs.items()})
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, torch.nn.Parameter):
+        if isinstance(value, torch.Tensor):
             return cast_weight(value, self.dtype)
         if isinstance(value, list):
             return [self._cast(item) for item in value]

@@ -6,7 +6,8 @@ import pickle
 import torch
 
 from autoprec.lower.casts import floats
-from autoprec.lower.frame import Choice, GemmSettings, frame_for
+from autoprec.lower.frame import Choice, frame_for
+from autoprec.lower.gemm import GemmSettings
 from autoprec.plan import Formats
 
 BF16, FP32 = torch.bfloat16, torch.float32

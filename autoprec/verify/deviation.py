@@ -1,7 +1,7 @@
 """How far a converted model is from its fp32 self on the example inputs, measured: outputs and whole gradient.
 
 Rounding adds up over a deep or chaotic model though no single site is to blame.  What is measured here is what a user
-gets; :mod:`autoprec.refine` takes formats back where it is too much.
+gets; :mod:`autoprec.verify.refine` takes formats back where it is too much.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoprec
-from autoprec.deviation import Deviation, compare, observe, observe_rounded
 from autoprec.graph.inputs import as_run
+from autoprec.verify.deviation import Deviation, compare, observe, observe_rounded
 
 
 class Chaotic(nn.Module):

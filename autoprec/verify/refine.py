@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from autoprec.deviation import RANDOM_OPS, Deviation, Seen, compare, observe, observe_rounded
 from autoprec.errors import UsageError
 from autoprec.graph.inputs import Run
 from autoprec.graph.site import Site
@@ -18,6 +17,7 @@ from autoprec.lower.gemm import DTYPES
 from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.rulebook import Rulebook
+from autoprec.verify.deviation import RANDOM_OPS, Deviation, Seen, compare, observe, observe_rounded
 
 _log = logging.getLogger("autoprec")
 

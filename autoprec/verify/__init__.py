@@ -1,0 +1,1 @@
+"""A plan is measured against fp32, and formats are taken back where rounding adds up."""
