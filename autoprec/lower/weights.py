@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoprec.lower.casts import CASTABLE
 
 
 class _Entry(NamedTuple):
+    weight: weakref.ref[torch.Tensor]
     version: int
     address: int
     low: torch.Tensor
 
 
-#: Parameter → its latest cast, for as long as the parameter lives.  Ids, since tensors don't compare by identity.
-_KEPT: Any = WeakIdKeyDictionary()
+#: Id of a parameter → its latest cast, for as long as the parameter lives.
+_KEPT: dict[int, _Entry] = {}
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``weight`` in ``dtype``; kept until the weight is written or replaced.  Only without gradients.
+    """``weight`` in ``dtype``; if a parameter, kept until it is written or replaced.  Only without gradients.
 
     A write in place through ``weight.data`` leaves no mark, and the kept cast stays: write under ``torch.no_grad()``.
     """
     if weight.dtype not in CASTABLE or weight.dtype == dtype:
         return weight
-    if not isinstance(weight, torch.nn.Parameter) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return weight.to(dtype)
-    if weight.is_inference():  # made in inference mode: it has no version
-        return weight.to(dtype)
-    entry = _KEPT.get(weight)
-    if entry is not None and entry[:2] == (weight._version, weight.data_ptr()) and entry.low.dtype == dtype:
+    entry = _KEPT.get(id(weight))
+    if entry is not None and entry.low.dtype == dtype and _is_current(entry, weight):
         return entry.low
+    # A weight made in inference mode has no version.
+    if not isinstance(weight, torch.nn.Parameter) or weight.is_inference():
+        return weight.to(dtype)
     low = weight.detach().to(dtype)
-    _KEPT[weight] = _Entry(weight._version, weight.data_ptr(), low)
+    key = id(weight)
+    alive = weakref.ref(weight, lambda _: _KEPT.pop(key, None))
+    _KEPT[key] = _Entry(alive, weight._version, weight.data_ptr(), low)
     return low
 
 
-def kept_bytes(parameters: Any) -> int:
+def _is_current(entry: _Entry, weight: torch.Tensor) -> bool:
+    return entry.weight() is weight and entry.version == weight._version and entry.address == weight.data_ptr()
+
+
+def kept_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Bytes that the kept casts of these parameters take."""
-    return sum(_KEPT[p].low.nbytes for p in parameters if p in _KEPT)
+    return sum(_KEPT[id(p)].low.nbytes for p in parameters if id(p) in _KEPT)
 
 
-def forget(parameters: Any) -> None:
+def forget(parameters: Iterable[torch.Tensor]) -> None:
     """Drops the kept casts of these parameters."""
     for parameter in parameters:
-        _KEPT.pop(parameter, None)
+        _KEPT.pop(id(parameter), None)
