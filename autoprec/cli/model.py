@@ -65,11 +65,7 @@ def load_model(spec: str, seed: int = 0) -> NamedModel:
 def _find(spec: str) -> Any:
     from autoprec.tasks import load
 
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        return load.load_task(spec)
-    module = load._load_file(place, spec) if place.endswith(".py") else load._load_module(place, spec)
-    return load._find(module, name, place)
+    return load.find_object(spec) if ":" in spec else load.load_task(spec)
 
 
 def _call(spec: str, factory: Callable[[], Any], seed: int) -> Any:
@@ -88,4 +84,9 @@ def _from_task(spec: str, task: Task, seed: int) -> NamedModel:
     def run(model: nn.Module) -> Any:
         return task.loss(model, batch)
 
-    return NamedModel(spec=spec, module=task.build_model(seed), example_inputs=run, mode=task.mode)
+    module = task.build_model(seed)
+    if task.checkpoint is not None:
+        from autoprec.tune.checkpoint import load_user_weights
+
+        module.load_state_dict(load_user_weights(task.checkpoint, task.name).weights)
+    return NamedModel(spec=spec, module=module, example_inputs=run, mode=task.mode)

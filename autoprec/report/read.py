@@ -65,7 +65,8 @@ def command_line(task: str, settings: Mapping[str, Any]) -> str:
 
 def _command_of(result: Mapping[str, Any]) -> str:
     given = {"max_loss_increase": f"{100 * result['budget']:g}%", "study": result["study"]}
-    return command_line(result["task"], {**result["settings"], **given})
+    settings = {**result["settings"], **given}
+    return command_line(settings.get("task") or result["task"], settings)
 
 
 def describe_mix(formats: Mapping[str, str]) -> str:

@@ -38,11 +38,20 @@ def load_task(spec: str | Task | None = None) -> Task:
     if spec in BUILTIN_TASKS:
         make: Callable[[], Task] = importlib.import_module(BUILTIN_TASKS[spec]).make_task
         return make()
+    return _as_task(find_object(spec), spec)
+
+
+def find_object(spec: str) -> object:
+    """What ``file.py:name`` or ``pkg.mod:name`` names, whatever it is.
+
+    Raises:
+        TaskError: the file, module or name is missing, or importing it failed.
+    """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise TaskError(f"no task {spec!r}; allowed: {_SPELLINGS}")
     module = _load_file(place, spec) if place.endswith(".py") else _load_module(place, spec)
-    return _as_task(_find(module, name, place), spec)
+    return _find(module, name, place)
 
 
 def _load_file(place: str, spec: str) -> ModuleType:

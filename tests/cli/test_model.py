@@ -40,3 +40,15 @@ def test_what_is_no_model_is_an_error_that_names_it(models, spec, said):
     with pytest.raises(TaskError, match=spec.split(":")[0]) as caught:
         load_model(spec)
     assert said in str(caught.value)
+
+
+def test_a_task_with_trained_weights_gives_a_model_that_has_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = nn.Linear(3, 1)
+    torch.save(trained.state_dict(), tmp_path / "trained.pt")
+    (tmp_path / "mine.py").write_text(
+        "import torch, autoprec\n"
+        "task = autoprec.Task(name='mine', build_model=lambda seed: torch.nn.Linear(3, 1), mode='inference',\n"
+        "    batches=lambda seed: [torch.ones(2, 3)], loss=lambda model, x: model(x).mean(), checkpoint='trained.pt')\n"
+    )
+    assert torch.equal(load_model("mine.py:task").module.weight, trained.weight)
