@@ -34,48 +34,46 @@ class GemmSettings(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CastKeepingWeights:
-    """Like :class:`~autoprec.lower.casts.CastTo`, with parameters cast once while no gradient is recorded."""
+class CastGemm:
+    """All operands in one 16-bit dtype; a call with a double, complex or sparse operand stays as it is.
+
+    Sparse kernels have no 16-bit backward.
+
+    Args:
+        dtype: of the operands.
+        keep_weights: parameters are cast once while no gradient is recorded, not at every call.
+    """
 
     dtype: torch.dtype
+    keep_weights: bool = False
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
-        if kwargs.get("out") is not None or not _all_castable(args):
+        dtype = self.dtype
+        operands = []
+        # One loop, written out: this is the path of every product of every forward.
+        for a in args:
+            if isinstance(a, torch.Tensor):
+                own = a.dtype
+                if own != dtype:
+                    if own in casts.CASTABLE and a.layout == torch.strided:
+                        a = cast_weight(a, dtype) if self.keep_weights else a.to(dtype)
+                    elif a.is_floating_point() or a.is_complex():
+                        return casts.CastToWidest()(func, args, kwargs)
+            elif isinstance(a, (list, tuple)):
+                a = self._cast(a)
+            operands.append(a)
+        if not kwargs:
+            return func(*operands)
+        if kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        return func(*[self._cast(a) for a in args], **{k: self._cast(v) for k, v in kwargs.items()})
+        return func(*operands, **{name: self._cast(value) for name, value in kwargs.items()})
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if self.keep_weights and isinstance(value, torch.Tensor):
             return cast_weight(value, self.dtype)
         if isinstance(value, list):
             return [self._cast(item) for item in value]
         return casts.cast(value, self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class CastGemm:
-    """All operands in one 16-bit dtype; a call with a double, complex or sparse operand stays as it is."""
-
-    dtype: torch.dtype
-
-    def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
-        if not _all_castable(args):
-            return casts.CastToWidest()(func, args, kwargs)
-        return casts.cast_call(func, args, kwargs, self.dtype)
-
-
-def _all_castable(args: casts.Args) -> bool:
-    """No double or complex operand, and none that is sparse: sparse kernels have no 16-bit backward."""
-    for a in args:
-        if isinstance(a, torch.Tensor) and (
-            a.layout != torch.strided or (a.dtype not in casts.CASTABLE and _is_continuous(a))
-        ):
-            return False
-    return True
-
-
-def _is_continuous(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 class QuantizedLinear:
@@ -101,4 +99,4 @@ def gemm_action(op: str, formats: Formats, backend: tuple[str, ...], settings: G
     if formats.input not in DTYPES and backend and op == "linear":
         return QuantizedLinear(formats, backend[0], settings)
     dtype = DTYPES[formats.input if formats.input in DTYPES else settings.low]
-    return CastKeepingWeights(dtype) if settings.mode == "inference" else CastGemm(dtype)
+    return CastGemm(dtype, keep_weights=settings.mode == "inference")

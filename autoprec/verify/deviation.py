@@ -36,7 +36,7 @@ RANDOM_OPS = frozenset(
 #: Loss scales tried until no gradient is infinite; only fp16 needs more than the first.
 _SCALES = tuple(2.0**k for k in range(10, -25, -4))
 
-#: A norm of outputs below which they count as zero: they have no relative error.
+#: A norm below which outputs or a gradient count as zero: noise has no relative error.
 _VANISHING = 1e-12
 
 
@@ -107,22 +107,20 @@ def compare(seen: Seen, reference: Seen) -> Deviation:
     if [t.shape for t in seen.outputs] != [t.shape for t in reference.outputs]:
         return Deviation(outputs=math.inf)
     # Masked scores carry marks like finfo.min, which would be all of the norm.
-    outputs = max(_relative_l2([(a, b)], _VANISHING) for a, b in zip(seen.outputs, reference.outputs, strict=True))
+    outputs = max(_relative_l2([(a, b)]) for a, b in zip(seen.outputs, reference.outputs, strict=True))
     both = zip(seen.gradients, reference.gradients, strict=True)
     pairs = [(a, b) for a, b in both if a is not None and b is not None]
     return Deviation(outputs=outputs, gradient=_relative_l2(pairs) if pairs else None)
 
 
-def _relative_l2(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], vanishing: float = 0.0) -> float:
+def _relative_l2(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     error = norm = 0.0
     for a, b in pairs:
         real = torch.isfinite(b) & (b.abs() < 1e8)
         a, b = a[real].double(), b[real].double()
         error += float((a - b).square().sum())
         norm += float(b.square().sum())
-    if not norm and not vanishing:
-        return 0.0 if not error else math.inf
-    return math.sqrt(error) / max(math.sqrt(norm), vanishing) if math.isfinite(error) else math.inf
+    return math.sqrt(error) / max(math.sqrt(norm), _VANISHING) if math.isfinite(error) else math.inf
 
 
 #: Calls that hand a tensor on as it is, so that a model which moves its own parameters keeps their values.
