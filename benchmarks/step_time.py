@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,7 @@ def run(name: str, train: bool, compiled: bool, rounds: int) -> dict[str, Any]:
     steps = {method: make_step(case, method, train, compiled) for method in METHODS}
     compared = measure_ratios(steps, make_step(case, "autocast", train, compiled), rounds=rounds)
     row: dict[str, Any] = {"model": name, "mode": "training" if train else "inference", "compiled": compiled}
+    row["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     row["parameters"] = sum(p.numel() for p in case.build().parameters())
     for method, comparison in compared.items():
         speedup = comparison.speedup
@@ -179,11 +181,17 @@ def main() -> None:
             ratios = "  ".join("{} {:.3f} ({:.3f} … {:.3f})".format(m, *row[m]["against_autocast"]) for m in METHODS)
             head = f"{name:12} {row['mode']:9} autocast {row['autocast_s'] * 1e3:8.2f} ms"
             print(f"{head}  {ratios}  A/A {row['control'][0]:.3f}", flush=True)
-    if not options.only:
-        result = {"environment": describe_environment().to_json(), "threads": options.threads, "rows": rows}
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / ("step_time_compiled.json" if options.compile else "step_time.json")
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    save(rows, RESULTS / ("step_time_compiled.json" if options.compile else "step_time.json"), options.threads)
+
+
+def save(rows: list[dict[str, Any]], path: Path, threads: int) -> None:
+    """Replaces the rows of the models that ran and keeps the others; each says when it was measured."""
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {(row["model"], row["mode"]) for row in rows}
+    kept = [row for row in before if (row["model"], row["mode"]) not in new]
+    result = {"environment": describe_environment().to_json(), "threads": threads, "rows": kept + rows}
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
