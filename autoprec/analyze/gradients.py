@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from autoprec.analyze.errors import relative_error, round_low
 from autoprec.analyze.facts import Graph, SiteFacts
@@ -203,5 +204,5 @@ def _products_around(graph: Graph, parameters: set[str]) -> frozenset[str]:
 
 def _outputs(tree: Any) -> list[torch.Tensor]:
     """Floating tensors of an output, looked up in registered structures too."""
-    flat = torch.utils._pytree.tree_leaves(tree)
+    flat = tree_leaves(tree)
     return [t for t in leaves(flat) if isinstance(t, torch.Tensor) and t.is_floating_point()]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,7 +40,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self) -> None:
         self._histories: Any = WeakIdKeyDictionary()
-        self._eager: Callable[..., Tensor] = self._delayed
+        self._eager: Callable[..., Any] = self._delayed
 
     def available(self) -> Answer:
         return True, "runs wherever torch does"
@@ -67,7 +68,7 @@ class EmulatedBackend(Backend):
     def _delayed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, recipe: DelayedRecipe
     ) -> Tensor:
-        if not weight.is_leaf or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if not weight.is_leaf or _functorch.is_functorch_wrapped_tensor(x):
             raise BackendError(
                 "recipe 'delayed' keeps a history for each Parameter; under a parametrization or a torch.func "
                 "transform use the recipe 'current'"
@@ -124,7 +125,7 @@ class _EmulatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         with no_autocast(x):
             grad_rows = grad.reshape(-1, grad.shape[-1])

@@ -93,7 +93,7 @@ class _NativeLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, scale_inv, weight = ctx.saved_tensors
         x = saved if scale_inv is None else _Codes(saved, scale_inv)
         needed = ctx.needs_input_grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import TaskError
@@ -88,5 +89,5 @@ def _from_task(spec: str, task: Task, seed: int) -> NamedModel:
     if task.checkpoint is not None:
         from autoprec.tune.checkpoint import load_user_weights
 
-        module.load_state_dict(load_user_weights(task.checkpoint, task.name).weights)
+        module.load_state_dict(load_user_weights(Path(task.checkpoint), task.name).weights)
     return NamedModel(spec=spec, module=module, example_inputs=run, mode=task.mode)

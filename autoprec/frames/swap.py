@@ -61,7 +61,7 @@ class FrameState:
         return self
 
 
-def run_framed(module: nn.Module, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_framed(module: Any, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``inner(module, …)`` in the module's frame; enters the mode when this is the outermost call."""
     state = module._autoprec
     if state is None:
@@ -78,7 +78,7 @@ def run_framed(module: nn.Module, name: str, inner: Callable[..., Any], args: An
         mode.frame = previous
 
 
-def run_outermost(module: nn.Module, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_outermost(module: Any, name: str, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``inner(module, …)`` in the mode, as an outermost call.
 
     An autocast of the caller's is switched off meanwhile: it would cast again what the plan keeps in fp32.
@@ -181,7 +181,7 @@ def leaf_op(cls: type) -> str | None:
 
 
 def _call_impl_in_neutral_frame(inner: Callable[..., Any]) -> Callable[..., Any]:
-    def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (self._forward_hooks or self._forward_pre_hooks):
             return inner(self, *args, **kwargs)
         mode = current_mode()
@@ -263,18 +263,19 @@ def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
     }
     if issubclass(cls, torch.jit.ScriptModule):
         namespace["_call_impl"] = script_call(cls._call_impl)
-        return type(cls.__name__, (cls,), namespace)
+        return _subclass(cls, namespace)
     namespace["__reduce_ex__"] = _pickled(cls.__reduce_ex__, cls)
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(cls, name):
             namespace[name] = _copied(getattr(cls, name))
-    if isinstance(getattr(cls, "cls_to_become", None), type):
+    finished = getattr(cls, "cls_to_become", None)
+    if isinstance(finished, type):
         # A lazy layer takes the class of its finished form at its first call.
-        namespace["cls_to_become"] = framed_class(cls.cls_to_become)
+        namespace["cls_to_become"] = framed_class(finished)
     namespace["_call_impl"] = _call_impl_in_neutral_frame(cls._call_impl)
     if leaf is not None:
         namespace["forward"] = next(f for op, f in LEAVES.values() if op == leaf)
-        return type(cls.__name__, (cls,), namespace)
+        return _subclass(cls, namespace)
     methods = {"forward": cls.forward, **computing_methods(cls)}
     if issubclass(cls, torch.fx.GraphModule):
         methods["forward"] = _latest_forward(cls)
@@ -284,7 +285,12 @@ def framed_class(cls: type[nn.Module]) -> type[nn.Module]:
         namespace[name] = wrap(inner, name)
     if issubclass(cls, nn.RNNBase):
         namespace["forward"] = recurrent_forward(namespace["forward"])
-    return type(cls.__name__, (cls,), namespace)
+    return _subclass(cls, namespace)
+
+
+def _subclass(cls: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
+    made: Any = type(cls.__name__, (cls,), namespace)
+    return made
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

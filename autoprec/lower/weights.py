@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from autoprec.lower.casts import CASTABLE
 
 
 class _Entry(NamedTuple):
-    weight: weakref.ref[torch.Tensor]
+    weight: weakref.ref[Any]
     version: int
     address: int
     low: torch.Tensor

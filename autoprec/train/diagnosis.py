@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._C import _autograd
 from torch.utils._pytree import tree_leaves
 
 from autoprec.errors import UsageError
 
 #: Private to torch; without it an op of the backward is named, and its module isn't.
-_sequence_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: -1)
+_sequence_number: Callable[[], int] = getattr(_autograd, "_get_sequence_nr", lambda: -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

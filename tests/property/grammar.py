@@ -148,7 +148,7 @@ def like_the_weight(s: Step, x: torch.Tensor) -> torch.Tensor:
 
 
 def guarded(s: Step, x: torch.Tensor) -> torch.Tensor:
-    # detached, as scales are: the gradient of a maximum goes to whichever of two near values a rounding makes the larger
+    # detached, as scales are: the gradient of a maximum goes to whichever of two near values is rounded up
     largest = x.detach().abs().amax(-1, keepdim=True)
     noise = torch.linspace(-1, 1, WIDTH, dtype=x.dtype)
     return x / (largest + torch.finfo(x.dtype).tiny) + 0.1 * noise

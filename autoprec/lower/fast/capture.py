@@ -25,7 +25,7 @@ from autoprec.lower.fast.merge import keep_weight_casts, merge_casts
 Compiled = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Dynamo's settings while it traces for us: failures are told, one graph under DDP too, RNN layers stay one op.
-_SETTINGS = {"suppress_errors": False, "optimize_ddp": False, "allow_rnn": True}
+_SETTINGS: dict[str, Any] = {"suppress_errors": False, "optimize_ddp": False, "allow_rnn": True}
 
 #: Start of the names of guards on our own functions and constants, which nothing changes.
 _OWN = ("G['__import_autoprec_dot_frames", "G['__import_autoprec_dot_lower")

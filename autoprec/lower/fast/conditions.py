@@ -6,6 +6,8 @@ from itertools import repeat
 
 import torch
 from torch import nn
+from torch._C import _autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as fx_trace
 from torch.nn.modules import module as torch_module
@@ -24,12 +26,12 @@ def somebody_else_runs() -> bool:
         or fx_trace._is_fx_tracing_flag
         or torch._C._len_torch_dispatch_stack() > 0  # fake tensors and make_fx among them
         or _has_function_mode()
-        or torch._C._functorch.maybe_current_level() is not None
+        or _functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
         # Checkpointing and offloading count what a forward saves.
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or _autograd._top_saved_tensors_default_hooks(True) is not None
         or torch._C._current_graph_task_id() != -1  # inside a backward: a recomputation
-        or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None  # after a break in the user's own graph
+        or eval_frame.get_eval_frame_callback() is not None  # after a break in the user's own graph
     )
 
 
