@@ -58,20 +58,24 @@ def accept(fresh: Fresh, format_name: str, multiple: float = 2.0) -> dict[str, f
     rounded = compute(fresh, DTYPES[format_name])
     model, args, kwargs = fresh()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    counters = _changed_by_a_call(fresh)
     kinds = [type(module) for module in model.modules()]
     autoprec.convert(model, TARGETS[format_name], lambda m: run(m, args, kwargs))
     assert list(model.state_dict()) == list(before), "the keys of the state_dict changed"
     share = autoprec.receipt(model).low_precision_share
     assert share > 0, "no product runs low"
 
+    copied = copy.deepcopy(model) if _can_be_copied(fresh) else None
     converted = compute_scaled(model, fresh, scale=2.0**16 if format_name == "fp16" else 1.0)
     measured = {"share": share, "scale": converted.scale}
     measured |= compare(converted, reference, rounded, TOLERANCE[format_name], multiple)
-    _check_copy(model, fresh, converted)
+    if copied is not None:
+        outputs = floats(run(copied, *fresh()[1:]))
+        assert all(map(_same, outputs, converted.outputs)), "a deep copy of the converted model gives something else"
     autoprec.revert(model)
     assert [type(module) for module in model.modules()] == kinds, "a module isn't its own class again"
     for name, value in model.state_dict().items():
-        assert _same(value, before[name]), f"{name} isn't as before"
+        assert name in counters or _same(value, before[name]), f"{name} isn't as before"
     again = floats(run(model, *fresh()[1:]))
     assert all(map(_same, again, reference.outputs)), "the reverted model isn't the fp32 model again"
     return measured
@@ -175,9 +179,21 @@ def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(terms).sum()
 
 
-def _check_copy(model: nn.Module, fresh: Fresh, converted: Computed) -> None:
-    outputs = floats(run(copy.deepcopy(model), *fresh()[1:]))
-    assert all(map(_same, outputs, converted.outputs)), "a deep copy of the converted model gives something else"
+def _can_be_copied(fresh: Fresh) -> bool:
+    """Whether torch copies the fp32 model: it refuses one with the old ``weight_norm``."""
+    try:
+        copy.deepcopy(fresh()[0])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _changed_by_a_call(fresh: Fresh) -> set[str]:
+    """Names of the buffers that the fp32 model itself writes: counters and the like."""
+    model, args, kwargs = fresh()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run(model, args, kwargs)
+    return {name for name, value in model.state_dict().items() if not _same(value, before[name])}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
