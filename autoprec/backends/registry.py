@@ -23,6 +23,9 @@ BUILTIN = {
     "emulated": "autoprec.backends.emulated:EmulatedBackend",
 }
 
+#: Backends that were asked for, by name.
+_used: dict[str, Backend] = {}
+
 
 def list_backends() -> tuple[str, ...]:
     """Names of all backends, ours and those of installed packages, sorted."""
@@ -39,7 +42,14 @@ def get_backend(name: str) -> Backend:
     factory = _factories().get(name)
     if factory is None:
         raise UsageError(f"unknown backend {name!r}; known: {', '.join(list_backends())}")
-    return factory()
+    _used[name] = backend = factory()
+    return backend
+
+
+def reset_backends() -> None:
+    """Lets every backend that was used forget what it keeps per weight: a trial starts from nothing."""
+    for backend in _used.values():
+        backend.reset()
 
 
 def choose(

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from autoprec.backends.registry import reset_backends
 from autoprec.measure import Comparison, measure_ratios
 from autoprec.plan import Plan
 from autoprec.tasks import Batch, Task
@@ -164,6 +165,7 @@ class Bench:
         """Measure one plan.  Whatever it raises is its outcome, not the study's end."""
         self.reference(self.data_seed, self.effort.steps)  # what fp32 raises is the task's fault, not the plan's
         start = time.monotonic()
+        reset_backends()
         try:
             outcome = self._trial(plan)
         except Exception as exc:

@@ -132,3 +132,11 @@ def test_meta_tensors_are_enough_to_choose() -> None:
     big = torch.empty(8, 4096, 4096, device="meta"), torch.empty(14336, 4096, device="meta")
     backend, _ = choose("linear", HYBRID, *big, ("native",), "training", recipe=CurrentRecipe())
     assert backend is get_backend("native")
+
+
+def test_backends_in_use_can_be_made_to_forget(monkeypatch):
+    backend = get_backend("emulated")
+    resets = []
+    monkeypatch.setattr(backend, "reset", lambda: resets.append(backend.name))
+    registry.reset_backends()
+    assert resets == ["emulated"]
