@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autoprec
+from autoprec.graph.sandbox import untouched
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TARGETS = {"bf16": "a100", "fp16": "v100"}
@@ -102,15 +103,18 @@ def compute(fresh: Fresh, rounding: torch.dtype | None = None) -> Computed:
 
 
 def compute_scaled(model: nn.Module, fresh: Fresh, scale: float) -> Computed:
-    """What the model gives under the largest loss scale, halved from ``scale``, whose gradient is finite."""
+    """What the model gives under the largest loss scale, halved from ``scale``, whose gradient is finite.
+
+    Each attempt leaves the model as it was: one that keeps a tensor with its graph can't go backward twice.
+    """
     while True:
-        outputs = floats(run(model, *fresh()[1:]))
-        (loss(outputs) * scale).backward()
-        gradient = {name: g / scale for name, g in _gradient(model).items()}
+        with untouched(model):
+            outputs = floats(run(model, *fresh()[1:]))
+            (loss(outputs) * scale).backward()
+            gradient = {name: g / scale for name, g in _gradient(model).items()}
         if scale <= 2.0**-24 or all(bool(g.isfinite().all()) for g in gradient.values()):
             return Computed([o.detach() for o in outputs], gradient, scale)
         scale /= 2
-        model.zero_grad()
 
 
 def compare(
