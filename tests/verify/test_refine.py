@@ -8,6 +8,7 @@ from torch import nn
 
 import autoprec
 from autoprec.graph.inputs import as_run
+from autoprec.verify import refine
 from autoprec.verify.deviation import Deviation, compare, observe, observe_rounded
 
 
@@ -43,22 +44,30 @@ def test_an_ordinary_model_is_measured_and_left_alone():
 
 
 @pytest.mark.parametrize("target", ["a100", "v100"])
-def test_formats_are_taken_back_until_the_model_is_as_near_as_rounded_parameters_allow(target):
+def test_formats_are_taken_back_until_the_model_is_near_enough(target, monkeypatch):
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    model = chaotic(depth=3)
+    fp32 = observe(model, as_run(x), gradients=True)
+    plain = autoprec.convert(copy.deepcopy(model), target=target)
+    before = compare(observe(plain, as_run(x), gradients=True), fp32)
+    limit = 0.7 * before.worst
+    monkeypatch.setattr(refine, "USUAL", {"bf16": limit, "fp16": limit})
+    monkeypatch.setattr(refine, "ROUNDING_MULTIPLE", 0.0)
+    autoprec.convert(model, target=target, example_inputs=x)
+    after = compare(observe(model, as_run(x), gradients=True), fp32)
+    assert after.worst <= limit
+    assert 0 < autoprec.receipt(model).low_precision_share < 1
+    assert any(rule.reason.startswith("measured") for rule in autoprec.plan_of(model).rules)
+
+
+def test_a_model_as_ill_conditioned_as_rounded_parameters_are_is_left_alone():
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     model = chaotic()
     fp32 = observe(model, as_run(x), gradients=True)
-    low = {"a100": torch.bfloat16, "v100": torch.float16}[target]
-    floor = compare(observe_rounded(model, as_run(x), low, gradients=True), fp32)
-    plain = autoprec.convert(copy.deepcopy(model), target=target)
-    before = compare(observe(plain, as_run(x), gradients=True), fp32)
-    autoprec.convert(model, target=target, example_inputs=x)
-    after = compare(observe(model, as_run(x), gradients=True), fp32)
-    limit = max(5e-2 if target == "a100" else 2e-2, 1.5 * floor.worst)
-    assert after.worst <= max(limit, before.worst)
-    if before.worst > limit:
-        assert after.worst < before.worst
-        assert 0 < autoprec.receipt(model).low_precision_share < 1
-        assert any(rule.reason.startswith("measured") for rule in autoprec.plan_of(model).rules)
+    floor = compare(observe_rounded(model, as_run(x), torch.bfloat16, gradients=True), fp32)
+    assert floor.worst > 5e-2
+    autoprec.convert(model, target="a100", example_inputs=x)
+    assert autoprec.receipt(model).low_precision_share == 1
 
 
 def test_a_users_pins_stay_first(tmp_path):
