@@ -22,7 +22,7 @@ from autoprec.lower.matching import OpGlob, RuleMatcher
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.storage import Stored, restore, store
 from autoprec.lower.weights import forget
-from autoprec.plan import Plan, PlanRule
+from autoprec.plan import FIXED, FOLLOW, Plan, PlanRule
 from autoprec.recipes import recipe_for
 from autoprec.rulebook import Rulebook
 
@@ -71,7 +71,11 @@ class FrameBuilder:
     def _backend(self, fqn: str, module: nn.Module, relevant: tuple[OpGlob, ...]) -> tuple[str, ...]:
         """The backend of a linear layer whose formats need one."""
         rule = self.matcher.rule(relevant, "linear", 0)
-        if rule is None or leaf_op(original_class(module)) != "linear" or rule.formats.input in (*DTYPES, "follow"):
+        if (
+            rule is None
+            or leaf_op(original_class(module)) != "linear"
+            or rule.formats.input in (*DTYPES, FOLLOW, FIXED)
+        ):
             return ()
         weight: Any = module.weight
         x = weight.new_empty((128, weight.shape[1]), dtype=DTYPES[self.settings.low])
@@ -95,7 +99,9 @@ class FrameBuilder:
         return tuple(sorted(chosen, key=lambda c: (c[0], -1 if c[1] is None else c[1])))
 
     def _choice(self, op: str, rule: PlanRule | None, backend: tuple[str, ...]) -> Choice | None:
-        if rule is None or rule.formats.input == "follow":
+        if rule is not None and rule.formats.input == FIXED:
+            return self._mechanics.get(op, Choice("widest"))
+        if rule is None or rule.formats.input == FOLLOW:
             return self._mechanics.get(op, Choice("widest") if op in GEMM_OPS else None)
         if op in GEMM_OPS:
             return Choice("gemm", rule.formats, backend)
