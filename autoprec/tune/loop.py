@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,11 +17,13 @@ from autoprec.plan import Plan
 from autoprec.tune.bench import Bench
 from autoprec.tune.progress import OnProgress, Progress
 from autoprec.tune.result import TrialRow
-from autoprec.tune.sampler import CONSTRAINT, SPEED_SD
+from autoprec.tune.sampler import CONSTRAINT, SPEED_SD, Belief
 from autoprec.tune.space import RULES, Space
 from autoprec.tune.storage import give_up, take_lease
 
 _ROW = "row"
+#: System attribute of a trial: why the sampler proposed it; only a repeat is measured again.
+ORIGIN, REPEAT = "autoprec:origin", "repeat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class Loop:
         trials: finished trials wanted, those of earlier runs included.
         deadline: of :func:`time.monotonic`, after which no trial starts; None for none.
         progress: told of each trial.
+        predict: what is believed of a mix before it is measured; None where nothing is.
     """
 
     study: optuna.Study
@@ -41,6 +46,7 @@ class Loop:
     trials: int
     deadline: float | None
     progress: OnProgress
+    predict: Callable[[Mapping[str, Any]], Belief | None] = lambda params: None
 
     def run(self) -> list[TrialRow]:
         """Run what is left; rows of all finished trials, in order."""
@@ -49,7 +55,7 @@ class Loop:
                 self.study.enqueue_trial(params, user_attrs={"name": name})
         rows = {row.number: row for row in finished_rows(self.study)}
         while len(rows) < self.trials and not self._is_late() and not self._is_exhausted(rows):
-            row = self._one({row.plan_sha256: row for row in rows.values()})
+            row = self._one(list(rows.values()))
             rows[row.number] = row
             self.progress(
                 Progress(stage="trials", done=len(rows), total=self.trials, message=describe_row(row), row=row)
@@ -65,13 +71,19 @@ class Loop:
         distinct = {tuple(row.formats.values()) for row in rows.values()}
         return not waiting and not self.space.scaler_choices and len(distinct) >= self.space.size
 
-    def _one(self, known: Mapping[str, TrialRow]) -> TrialRow:
+    def _one(self, done: Sequence[TrialRow]) -> TrialRow:
         trial = self.study.ask()
         try:
             take_lease(trial)
             params, plan = self._propose(trial)
-            before = known.get(plan.sha256)
-            row = self._measure(trial, params, plan) if before is None else _repeat(trial, before)
+            before = [row for row in done if row.plan_sha256 == plan.sha256]
+            origin = self._origin(trial)
+            if before and origin != REPEAT:
+                row = _copy(trial, before[0])
+            else:
+                # a repeat sees other data: the same batches would only say the same again
+                times = sum(row.seconds > 0 for row in before)
+                row = self._measure(trial, params, plan, origin, self.bench.data_seed + times)
             self._record(trial, row)
         except BaseException as exc:
             # interrupted, or the storage is gone; a plan's own exceptions are outcomes and don't come here
@@ -90,8 +102,16 @@ class Loop:
             plan = self.space.plan_of(params)
         return params, plan
 
-    def _measure(self, trial: Trial, params: Mapping[str, Any], plan: Plan) -> TrialRow:
-        outcome = self.bench.trial(plan)
+    def _origin(self, trial: Trial) -> str:
+        """Why the mix was proposed: a baseline has a name, and the sampler marks its own."""
+        if "name" in trial.user_attrs:
+            return "baseline" if trial.user_attrs["name"] != "search" else "search"
+        return self.study.get_trials(deepcopy=False)[trial.number].system_attrs.get(ORIGIN, "search")
+
+    def _measure(self, trial: Trial, params: Mapping[str, Any], plan: Plan, origin: str, seed: int) -> TrialRow:
+        predicted = self.predict(params)
+        started = time.time()
+        outcome = self.bench.trial(plan) if seed == self.bench.data_seed else self.bench.trial(plan, seed)
         comparison = outcome.comparison
         return TrialRow(
             number=trial.number,
@@ -110,6 +130,12 @@ class Loop:
             num_skipped=outcome.num_skipped,
             seconds=outcome.seconds,
             note=outcome.note,
+            origin=origin,
+            worker=f"{socket.gethostname()}:{os.getpid()}",
+            started=started,
+            ended=time.time(),
+            predicted_speedup=None if predicted is None else predicted.speedup,
+            predicted_gap=None if predicted is None else predicted.loss_gap,
         )
 
     def _record(self, trial: Trial, row: TrialRow) -> None:
@@ -123,8 +149,8 @@ class Loop:
         self.study.tell(trial, speed)
 
 
-def _repeat(trial: Trial, before: TrialRow) -> TrialRow:
-    """The row of a plan that was measured before: it isn't measured again."""
+def _copy(trial: Trial, before: TrialRow) -> TrialRow:
+    """The row of a plan that was measured before: without a purpose it isn't measured again."""
     values = {name: getattr(before, name) for name in TrialRow.__dataclass_fields__}
     note = f"the same plan as trial {before.number}"
     name = trial.user_attrs.get("name", "search")

@@ -8,12 +8,19 @@ The shape of ``result.json`` (:meth:`TuneResult.to_json`), which reports read::
     outcome          "faster" | "no_gain"
     budget           largest allowed loss gap, relative
     winner           plan_sha256 of the trial that the plan comes from, or null for fp32
+    method           how mixes were proposed
+    objective        {kind: "speed" | "loss" | "memory" | "front", …}
+    isolation        where trials ran: a process of their own, or why not
     plan             the plan, as plan.json has it
     evidence         the plan's evidence: loss_gap, speedup, control, throughput …
     trials           list of trials (see TrialRow): number, name, plan_sha256, formats {group: format}, scaler {…},
                      low_share, state, loss_gap, speedup {value, low, high, …} | null, control {…} | null,
-                     candidate_s, baseline_s, losses, num_skipped, seconds, note, is_confirmed
+                     candidate_s, baseline_s, losses, num_skipped, seconds, note, is_confirmed, origin, worker,
+                     started, ended, predicted_speedup, predicted_gap
     groups           list of {name, match, choices, rules_choice, flops_share, num_sites}
+    problem          what the planner was given: harm and cost of each choice (planner/problem.py), or null
+    explanations     per group: what was chosen, its predicted and measured gain and harm, what would change it
+    overhead_s       {stage: seconds}: of everything that isn't a trial's own training and timing
     reference        losses of the fp32 run on the trials' batches
     warm_up          losses of the steps that made the checkpoint
     noise            {loss_gap: relative, seeds, steps}: what weights changed by 1e-6 do
@@ -59,6 +66,10 @@ class TrialRow:
         num_skipped: steps the loss scaler skipped.
         seconds: that the trial took.
         note: why it was stopped or failed.
+        origin: ``baseline``, ``front`` (of the solved problem), ``search``, or ``repeat`` of an earlier mix.
+        worker: host and process that ran it.
+        started, ended: seconds since the epoch, UTC.
+        predicted_speedup, predicted_gap: what was believed of the mix before it was measured; None where nothing was.
     """
 
     number: int
@@ -77,6 +88,12 @@ class TrialRow:
     num_skipped: int = 0
     seconds: float = 0.0
     note: str = ""
+    origin: str = "search"
+    worker: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+    predicted_speedup: float | None = None
+    predicted_gap: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "speedup": _json(self.speedup), "control": _json(self.control)}
