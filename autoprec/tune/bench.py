@@ -1,81 +1,43 @@
-"""Measure one plan: its loss against the reference on the same batches, and its step time against the fp32 model's."""
+"""Measure one plan: its loss against the reference on the same batches, and its step time against the fp32 model's.
+
+For a target that isn't here the loss is measured all the same, with the target's formats emulated, and the speed is
+estimated (:mod:`autoprec.tune.elsewhere`).
+"""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from statistics import median
-from typing import Literal
+from typing import TypeVar
 
 import torch
 
 from autoprec.backends.registry import reset_backends
-from autoprec.measure import Comparison, measure_ratios
+from autoprec.estimate import Estimate
+from autoprec.measure import Measurement, measure_ratios
 from autoprec.plan import Plan
+from autoprec.target import Target, load_target
 from autoprec.tasks import Batch, Task
 from autoprec.tune.checkpoint import Checkpoint
+from autoprec.tune.elsewhere import Estimator, record_estimator
+from autoprec.tune.judge import Judge
+from autoprec.tune.lock import device_lock
+from autoprec.tune.outcome import WORST_GAP, Effort, Outcome, State
+from autoprec.tune.peak import held_bytes, measure_peak, optimizer_bytes
+from autoprec.tune.scratch import FromScratch, Scratch
+from autoprec.tune.speed import Speed
 from autoprec.tune.trainer import Trainer, own_random_state, relative_gap, take_batches
 
-#: ``complete``; ``stopped`` early as hopeless in loss or speed; ``diverged`` to NaN; ``failed`` with an exception.
-State = Literal["complete", "stopped", "diverged", "failed"]
+#: Data seeds whose batches and reference losses are kept; any can be made again.
+_NUM_KEPT = 4
 
-#: A run whose gap is beyond this many budgets, or whose step takes this many times the baseline's, is stopped.
-_HOPELESS_GAP, _HOPELESS_TIME = 5.0, 1.5
-#: A gap for runs without one, in budgets: finite, so that a sampler can learn from it.
-WORST_GAP = 10.0
-_MIN_STEPS_TO_JUDGE = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How long a trial takes.
-
-    Args:
-        steps: paired steps of the loss.
-        rounds: of the timing.
-        seconds: that the timing may take; fewer rounds when a step is slow.
-    """
-
-    steps: int = 20
-    rounds: int = 9
-    seconds: float = 5.0
-
-    @classmethod
-    def for_step(cls, step_s: float) -> Effort:
-        """20 to 50 steps and 9 to 25 rounds, so that a trial takes seconds if a step takes under a tenth of one."""
-        steps = min(50, max(20, int(4.0 / step_s)))
-        return cls(steps=steps, rounds=min(25, max(9, int(4.0 / (3 * step_s)))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a trial of one plan gave.
-
-    Args:
-        state: see :data:`State`.
-        loss_gap: relative to the reference loss on the same steps; always finite.
-        losses: of its steps.
-        comparison: speed against fp32; None where it wasn't timed.
-        num_skipped: steps the loss scaler skipped.
-        seconds: that all of it took.
-        note: why it was stopped or failed.
-    """
-
-    state: State
-    loss_gap: float
-    losses: tuple[float, ...] = ()
-    comparison: Comparison | None = None
-    num_skipped: int = 0
-    seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def finite_losses(self) -> tuple[float | None, ...]:
-        """The losses with None for those that aren't finite, which JSON can't hold."""
-        return tuple(loss if math.isfinite(loss) else None for loss in self.losses)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -87,6 +49,8 @@ class Bench:
         seed: of the model; data seeds follow it.
         budget: largest allowed relative loss gap.
         effort: of a trial.
+        elsewhere: the target, if it isn't here: plans train with its formats emulated, and speeds are estimates.
+        weighs: also estimate the peak memory on a CPU; on an accelerator it costs nothing and is always measured.
     """
 
     task: Task
@@ -95,9 +59,13 @@ class Bench:
     seed: int
     budget: float
     effort: Effort = field(default_factory=Effort)
-    _references: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    _batches: dict[tuple[int, int], list[Batch]] = field(default_factory=dict)
+    elsewhere: Target | None = None
+    weighs: bool = False
+    _references: OrderedDict[tuple[int, int], list[float]] = field(default_factory=OrderedDict)
+    _batches: OrderedDict[tuple[int, int], list[Batch]] = field(default_factory=OrderedDict)
     _baseline: Trainer | None = None
+    _estimator: Estimator | None = None
+    _scratch: Scratch | None = None
 
     @property
     def data_seed(self) -> int:
@@ -105,30 +73,40 @@ class Bench:
         return self.seed + 1
 
     def trainer(self, plan: Plan | None, jitter: float = 0.0) -> Trainer:
-        return Trainer(self.task, self.checkpoint, plan, device=self.device, seed=self.seed, jitter=jitter)
+        """The model at the checkpoint, in the plan's formats: emulated where the target isn't here."""
+        return Trainer(self.task, self.checkpoint, self._here(plan), device=self.device, seed=self.seed, jitter=jitter)
+
+    def _here(self, plan: Plan | None) -> Plan | None:
+        return plan if plan is None or self.elsewhere is None else self.estimator().as_there(plan)
 
     def batches(self, seed: int, steps: int) -> list[Batch]:
-        if (seed, steps) not in self._batches:
-            self._batches[seed, steps] = take_batches(self.task, seed, steps, self.device)
-        return self._batches[seed, steps]
+        key = seed, steps
+        if key not in self._batches:
+            _keep(self._batches, key, take_batches(self.task, seed, steps, self.device))
+        self._batches.move_to_end(key)
+        return self._batches[key]
 
     def reference(self, seed: int, steps: int) -> list[float]:
-        """The fp32 run's losses on a data seed; run once."""
-        if (seed, steps) not in self._references:
-            self._references[seed, steps] = self.trainer(None).losses(self.batches(seed, steps), seed)
-        return self._references[seed, steps]
+        """The fp32 run's losses on a data seed; run once, as long as it is remembered."""
+        key = seed, steps
+        if key not in self._references:
+            _keep(self._references, key, self.trainer(None).losses(self.batches(seed, steps), seed))
+        self._references.move_to_end(key)
+        return self._references[key]
+
+    def gap_of(self, losses: Sequence[float], reference: Sequence[float]) -> float:
+        """How much worse than the reference, in the task's own direction; NaN if not all are finite."""
+        return relative_gap(losses, reference, self.task.direction)
 
     def measure_step_s(self, steps: int = 3) -> float:
         """Median seconds of an fp32 step, now."""
-        seconds = []
         # a run that is going on draws its dropout as if this hadn't happened; building a model draws too
         with own_random_state(self.device):
-            step = self.baseline().stepper(self.batches(self.data_seed, self.effort.steps))
-            for _ in range(steps + 1):
-                start = time.perf_counter()
-                float(step())
-                seconds.append(time.perf_counter() - start)
-        return median(seconds[1:])
+            baseline = self.baseline()
+            baseline.step_seconds.clear()
+            for batch in islice(cycle(self.batches(self.data_seed, self.effort.steps)), steps + 1):
+                baseline.finished_step(batch)
+        return median(baseline.step_seconds[-steps:])
 
     def noise(self, seeds: Sequence[int], jitter: float = 1e-6) -> float:
         """Root mean square of the gap that weights changed by one part in a million make: the task's own chaos."""
@@ -136,7 +114,7 @@ class Bench:
         for seed in seeds:
             reference = self.reference(seed, self.effort.steps)
             jittered = self.trainer(None, jitter).losses(self.batches(seed, self.effort.steps), seed)
-            gaps.append(relative_gap(jittered, reference))
+            gaps.append(self.gap_of(jittered, reference))
         return math.sqrt(sum(gap**2 for gap in gaps) / len(gaps))
 
     def baseline(self) -> Trainer:
@@ -150,87 +128,124 @@ class Bench:
         self._baseline.restore()
         return self._baseline
 
+    def estimator(self) -> Estimator:
+        """Prices plans for the target that isn't here, or for memory on this CPU; recorded once."""
+        if self._estimator is None:
+            batch = self.batches(self.data_seed, self.effort.steps)[0]
+            with own_random_state(self.device):
+                self.measure_step_s(1)  # an optimizer has no state before its first step
+                self._estimator = record_estimator(
+                    self.task,
+                    self.trainer(None).model,
+                    lambda model: self.task.loss(model, batch),
+                    self.elsewhere or load_target("cpu"),
+                    optimizer_bytes=optimizer_bytes(self.baseline().optimizer),
+                )
+        return self._estimator
+
     def gap(self, plan: Plan, seed: int, steps: int) -> float:
         """Relative loss gap of a plan on a data seed, NaN if it diverges."""
-        return relative_gap(self.trainer(plan).losses(self.batches(seed, steps), seed), self.reference(seed, steps))
+        reference = self.reference(seed, steps)
+        reset_backends()
+        return self.gap_of(self.trainer(plan).losses(self.batches(seed, steps), seed), reference)
 
-    def speeds(self, plans: dict[str, Plan], rounds: int, seed: int = 0) -> dict[str, Comparison]:
-        """Step times of plans against fp32, all of them interleaved."""
+    def from_scratch(self, plan: Plan, limit_s: float) -> FromScratch:
+        """The plan's loss gap where it trains from fresh weights, as the checkpoint was trained here.
+
+        Args:
+            plan: to train.
+            limit_s: fewer steps than the checkpoint's where they would take longer.
+        """
+        if self._scratch is None:
+            self._scratch = Scratch(self.task, self.checkpoint.losses, device=self.device, seed=self.seed)
+        reset_backends()
+        return self._scratch.run(self._here(plan), limit_s)
+
+    def speeds(self, plans: Mapping[str, Plan], rounds: int, seed: int = 0) -> Mapping[str, Speed]:
+        """Step times of plans against fp32: measured, all of them interleaved, or estimated."""
+        if self.elsewhere is not None:
+            return {name: self.estimator().speed(plan) for name, plan in plans.items()}
         batches = self.batches(self.data_seed, self.effort.steps)
         candidates = {name: self.trainer(plan).stepper(batches) for name, plan in plans.items()}
         baseline = self.baseline().stepper(batches)
-        return measure_ratios(candidates, baseline, rounds=rounds, device=self.device, seed=seed)
+        with device_lock(self.device):
+            return measure_ratios(candidates, baseline, rounds=rounds, device=self.device, seed=seed)
 
-    def trial(self, plan: Plan) -> Outcome:
-        """Measure one plan.  Whatever it raises is its outcome, not the study's end."""
-        self.reference(self.data_seed, self.effort.steps)  # what fp32 raises is the task's fault, not the plan's
+    def trial(self, plan: Plan, seed: int | None = None) -> Outcome:
+        """Measure one plan.  Whatever it raises is its outcome, not the study's end.
+
+        Args:
+            plan: to measure.
+            seed: of the data; None is the trials' own, another one repeats a trial on batches it hasn't seen.
+        """
+        seed = self.data_seed if seed is None else seed
+        self.reference(seed, self.effort.steps)  # what fp32 raises is the task's fault, not the plan's
         start = time.monotonic()
         reset_backends()
         try:
-            outcome = self._trial(plan)
+            outcome = self._trial(plan, seed)
         except Exception as exc:
             note = f"{type(exc).__name__}: {str(exc)[:500]}"
             outcome = Outcome(state="failed", loss_gap=WORST_GAP * self.budget, note=note)
         gc.collect()
         return replace(outcome, seconds=time.monotonic() - start)
 
-    def _trial(self, plan: Plan) -> Outcome:
-        reference = self.reference(self.data_seed, self.effort.steps)
-        batches = self.batches(self.data_seed, self.effort.steps)
+    def _trial(self, plan: Plan, seed: int) -> Outcome:
+        reference = self.reference(seed, self.effort.steps)
+        batches = self.batches(seed, self.effort.steps)
+        self.baseline()  # on the device before anything is weighed
+        held = held_bytes(self.device)
         trainer = self.trainer(plan)
-        judge = _Judge(reference, self.budget, self.measure_step_s)
-        losses = trainer.losses(batches, self.data_seed, judge)
-        gap = relative_gap(losses, reference)
+        here = self.elsewhere is None  # emulated formats are slow by nature
+        judge = Judge(
+            lambda losses: self.gap_of(losses, reference),
+            self.budget,
+            trainer.step_seconds,
+            self.measure_step_s if here else None,
+        )
+        losses = trainer.losses(batches, seed, judge)
+        gap = self.gap_of(losses, reference)
         common = {"losses": tuple(losses), "num_skipped": trainer.num_skipped}
         if math.isnan(gap):
-            note = f"the loss is not finite at step {len(losses) - 1}"
+            note = f"the {self.task.measured} is not finite at step {len(losses) - 1}"
             return Outcome(state="diverged", loss_gap=WORST_GAP * self.budget, note=note, **common)
-        rounds = self._rounds(judge, few=bool(judge.verdict))
-        comparison = measure_ratios(
-            {"candidate": trainer.stepper(batches)},
-            self.baseline().stepper(batches),
-            rounds=rounds,
-            warm_up=1,
-            device=self.device,
-            seed=self.seed,
-        )["candidate"]
         state: State = "stopped" if judge.verdict else "complete"
-        return Outcome(state=state, loss_gap=gap, comparison=comparison, note=judge.verdict, **common)
+        return Outcome(
+            state=state,
+            loss_gap=gap,
+            comparison=self._speed(plan, trainer, batches, judge),
+            memory_bytes=self._weigh(plan, trainer, batches, held),
+            note=judge.verdict,
+            **common,
+        )
 
-    def _rounds(self, judge: _Judge, *, few: bool) -> int:
+    def _speed(self, plan: Plan, trainer: Trainer, batches: list[Batch], judge: Judge) -> Speed:
+        if self.elsewhere is not None:
+            return self.estimator().speed(plan)
+        baseline = self.baseline().stepper(batches)
+        with device_lock(self.device):
+            return measure_ratios(
+                {"candidate": trainer.stepper(batches)},
+                baseline,
+                rounds=self._rounds(judge, few=bool(judge.verdict)),
+                warm_up=1,
+                device=self.device,
+                seed=self.seed,
+            )["candidate"]
+
+    def _rounds(self, judge: Judge, *, few: bool) -> int:
         affordable = int(self.effort.seconds / max(judge.step_s + 2 * judge.baseline_s, 1e-6))
         return max(5, min(5 if few else self.effort.rounds, affordable))
 
+    def _weigh(self, plan: Plan, trainer: Trainer, batches: list[Batch], held: int) -> Measurement | Estimate | None:
+        if self.elsewhere is None and self.device.type != "cpu":
+            with device_lock(self.device, shared=True):
+                return measure_peak(trainer.stepper(batches), self.device, held)
+        return self.estimator().memory(plan) if self.elsewhere is not None or self.weighs else None
 
-class _Judge:
-    """Ends a run that can't win: a loss that isn't finite, a gap far over the budget, a step far over fp32's time."""
 
-    def __init__(self, reference: list[float], budget: float, measure_baseline_s: Callable[[], float]) -> None:
-        self.reference, self.budget, self.measure_baseline_s = reference, budget, measure_baseline_s
-        self.verdict = ""
-        self.step_s = self.baseline_s = 0.0
-        self._last = time.perf_counter()
-        self._seconds: list[float] = []
-
-    def __call__(self, losses: list[float]) -> bool:
-        now = time.perf_counter()
-        self._seconds.append(now - self._last)
-        self._last = now
-        if not math.isfinite(losses[-1]):
-            return True
-        if len(losses) < _MIN_STEPS_TO_JUDGE:
-            return False
-        gap = relative_gap(losses, self.reference)
-        if gap > _HOPELESS_GAP * self.budget:
-            self.verdict = f"stopped after {len(losses)} steps at {gap / self.budget:.1f} times the loss budget"
-        elif len(losses) == _MIN_STEPS_TO_JUDGE:
-            self._judge_speed(len(losses))
-        return bool(self.verdict)
-
-    def _judge_speed(self, steps: int) -> None:
-        # both right now: on a machine that others use, yesterday's step time says nothing
-        self.step_s, self.baseline_s = median(self._seconds[1:]), self.measure_baseline_s()
-        if self.step_s > _HOPELESS_TIME * self.baseline_s:
-            ratio = self.step_s / self.baseline_s
-            self.verdict = f"stopped after {steps} steps, each of which took {ratio:.1f} times as long as in fp32"
-        self._last = time.perf_counter()
+def _keep(kept: OrderedDict[tuple[int, int], _T], key: tuple[int, int], value: _T) -> None:
+    """Add to a cache, and drop what was used the longest ago."""
+    kept[key] = value
+    while len(kept) > _NUM_KEPT:
+        kept.popitem(last=False)

@@ -12,47 +12,82 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autoprec.convert import plan_for
-from autoprec.errors import TargetError
 from autoprec.fingerprint import fingerprint
 from autoprec.graph.record import record
 from autoprec.measure import describe_environment
+from autoprec.probe import cpu_info
 from autoprec.rulebook import load_rulebook
-from autoprec.target import Target, load_target
+from autoprec.target import Target, list_targets, load_target
 from autoprec.tasks import Task
 from autoprec.tune.checkpoint import Checkpoint
+from autoprec.tune.elsewhere import refuse_unknown
 from autoprec.tune.space import Space, build_space
 from autoprec.tune.trainer import Trainer, take_batches
 
 _ACCELERATORS = {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "hpu": "hpu", "npu": "npu", "mlu": "mlu"}
 #: Formats whose gradients no backend computes.
 _INFERENCE_ONLY = ("int8", "int4")
+#: Formats whose products torch computes on any processor.
+_CPU_FORMATS = ("fp32", "bf16", "fp16", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The device that a study measures on."""
+    """The target of a study, and the device in this machine that its trials run on.
+
+    Args:
+        target: that plans are made for.
+        device: that trials run on.
+        is_here: the device is the target: speeds are measured.  If not, they are estimated, and losses are measured
+            with the target's formats emulated.
+        reason: why it isn't here, in words; empty if it is.
+    """
 
     target: Target
     device: torch.device
+    is_here: bool = True
+    reason: str = ""
+
+    @property
+    def elsewhere(self) -> Target | None:
+        """The target, if it isn't here: what :class:`~autoprec.tune.bench.Bench` takes."""
+        return None if self.is_here else self.target
 
 
 def find_place(name: str | Target) -> Place:
-    """The target's device in this machine.
+    """The target, and the device in this machine that stands for it: itself, or one that emulates its formats.
 
     Raises:
-        TargetError: it isn't here: a study measures, it doesn't estimate.
+        TargetError: no such target, or it isn't here and its speed can't be estimated.
     """
     target = name if isinstance(name, Target) else load_target(name)
     if target.kind == "cpu":
-        return Place(target=target, device=torch.device("cpu"))
-    here = load_target("auto")
-    if here.kind != target.kind or (not isinstance(name, Target) and here.name != target.name):
-        raise TargetError(
-            f"tune measures on the device in this machine, which is {here.name!r} ({here.title}), and the target is "
-            f"{target.name!r}; run it on a machine that has one, or take target='auto'. A plan by rules needs none: "
-            f"autoprec plan --target {target.name}"
-        )
-    return Place(target=target, device=torch.device(_ACCELERATORS.get(target.kind, target.kind)))
+        device, reason = torch.device("cpu"), _why_other_cpu(target)
+    else:
+        here = load_target("auto")
+        device = torch.device(_ACCELERATORS.get(here.kind, here.kind))
+        reason = _why_other_device(target, here)
+    if reason:
+        refuse_unknown(target)
+    return Place(target=target, device=device, is_here=not reason, reason=reason)
+
+
+def _why_other_device(target: Target, here: Target) -> str:
+    """Why the device in this machine isn't the target; empty if it is.  A target of one's own is any of its kind."""
+    is_shipped = target.name in {shipped.name for shipped in list_targets()}
+    if here.kind == target.kind and (here.name == target.name or not is_shipped):
+        return ""
+    return f"this machine has {here.title} ({here.name})"
+
+
+def _why_other_cpu(target: Target) -> str:
+    """Why this processor can't stand for a target; empty if it has the target's formats."""
+    title, flags = cpu_info()
+    missing = [flag for flag in target.cpu_flags if flag not in flags]
+    if missing:
+        return f"this machine's {title} lacks {', '.join(missing)}"
+    strange = [name for name in target.formats if name not in _CPU_FORMATS]
+    return f"no processor here multiplies {', '.join(strange)}" if strange else ""
 
 
 def make_space(
@@ -96,6 +131,7 @@ def task_identity(task: Task, seed: int) -> dict[str, Any]:
         "model": fingerprint(task.build_model(seed))["hash"],
         "data": f"{task.data} {_batch_digest(task, seed + 1)}".strip(),
         "seed": seed,
+        **({} if task.metric is None else {"metric": f"{task.direction} {_name(task.metric)}"}),
     }
 
 
@@ -106,8 +142,13 @@ def study_identity(task: dict[str, Any], space: Space, place: Place, budget: flo
         **task,
         "space": space.describe(),
         "device": f"{environment.device_kind}: {environment.device}",
+        "estimated_for": "" if place.is_here else place.target.name,
         "max_loss_increase": budget,
     }
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _batch_digest(task: Task, seed: int) -> str:

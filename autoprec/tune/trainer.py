@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -18,7 +19,9 @@ from autoprec.errors import TaskError, UsageError
 from autoprec.plan import Plan
 from autoprec.scaler import BoundedGradScaler
 from autoprec.tasks import Batch, Task
+from autoprec.tasks.task import Direction
 from autoprec.tune.checkpoint import Checkpoint
+from autoprec.tune.lock import device_lock
 
 #: Called with the losses so far; True ends the run.
 Stop = Callable[[list[float]], bool]
@@ -37,6 +40,7 @@ class Trainer:
 
     Attributes:
         num_skipped: steps the loss scaler skipped so far.
+        step_seconds: of the steps of :meth:`losses` so far.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Trainer:
         scaler = (plan or Plan(rules=())).grad_scaler(device.type)
         self.scaler = scaler if isinstance(scaler, BoundedGradScaler) and scaler.is_enabled() else None
         self.num_skipped = 0
+        self.step_seconds: list[float] = []
 
     def restore(self) -> None:
         """Back to the checkpoint, with the same model."""
@@ -81,10 +86,10 @@ class Trainer:
             self.optimizer.load_state_dict(copy.deepcopy(self._checkpoint.optimizer))
 
     def step(self, batch: Batch) -> Tensor:
-        """One step; the loss before it, detached and not waited for."""
+        """One step; the loss before it (in inference the metric, if there is one), detached and not waited for."""
         if self.optimizer is None:
             with torch.no_grad():
-                return self.task.loss(self.model, batch)
+                return self.task.evaluate(self.model, batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.model, batch)
         if self.scaler is None:
@@ -97,7 +102,15 @@ class Trainer:
             self.scaler.update()
         return loss.detach()
 
-    def losses(self, batches: Sequence[Batch], seed: int, stop: Stop | None = None) -> list[float]:
+    def finished_step(self, batch: Batch) -> float:
+        """One step, waited for; nobody times anything on the device meanwhile."""
+        with device_lock(self.device, shared=True):
+            start = time.perf_counter()
+            loss = float(self.step(batch))
+            self.step_seconds.append(time.perf_counter() - start)
+        return loss
+
+    def losses(self, batches: Iterable[Batch], seed: int, stop: Stop | None = None) -> list[float]:
         """Train on the batches: the loss of each step.
 
         Random numbers (dropout) start at ``seed``, so that runs on the same batches are paired in them too.
@@ -105,7 +118,7 @@ class Trainer:
         torch.manual_seed(seed)
         losses: list[float] = []
         for batch in batches:
-            losses.append(float(self.step(batch)))
+            losses.append(self.finished_step(batch))
             if stop is not None and stop(losses):
                 break
         return losses
@@ -152,18 +165,25 @@ def own_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def relative_gap(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Mean of (loss less reference loss on the same batch) over the mean reference loss; NaN if a loss is.
+def relative_gap(losses: Sequence[float], reference: Sequence[float], direction: Direction = "minimize") -> float:
+    """How much worse than the reference, relative to it: 0.005 is half a per cent.
+
+    Mean of (loss less reference loss on the same batch) over the mean reference loss, its sign turned round where
+    more is better; NaN if a loss isn't finite.
 
     Args:
         losses: of the candidate; a shorter run is compared on its own steps.
         reference: of the reference, at least as long.
+        direction: ``maximize`` for a metric that is better when it is larger.
     """
     if not losses or len(losses) > len(reference):
         raise UsageError(f"{len(losses)} losses can't be compared with {len(reference)} of the reference")
     base = reference[: len(losses)]
     scale = abs(math.fsum(base)) or 1.0
-    return (math.fsum(losses) - math.fsum(base)) / scale if all(map(math.isfinite, losses)) else math.nan
+    if not all(map(math.isfinite, losses)):
+        return math.nan
+    worse, better = math.fsum(losses), math.fsum(base)
+    return (better - worse if direction == "maximize" else worse - better) / scale
 
 
 def _jitter(model: nn.Module, size: float, seed: int) -> None:

@@ -81,7 +81,7 @@ def _train(task: Task, *, device: torch.device, seed: int, limit_s: float, on_st
     reason = f"the most a warm-up takes is {MAX_STEPS}"
     while len(losses) < MAX_STEPS:
         try:
-            losses.append(float(trainer.step(to_device(next(stream), device))))
+            losses.append(trainer.finished_step(to_device(next(stream), device)))
         except (RuntimeError, TypeError, ValueError) as exc:
             raise TaskError(
                 f"task {task.name!r}: step {len(losses)} in fp32 raised {type(exc).__name__}: {exc}"
