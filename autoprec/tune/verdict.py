@@ -6,19 +6,39 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoprec.measure import Environment, Measurement
+from autoprec.target import Target
 from autoprec.tasks import Task
-from autoprec.tune.result import Confirmation, TrialRow
+from autoprec.tune.confirmation import Confirmation
+from autoprec.tune.result import TrialRow
+from autoprec.tune.speed import say_times
 
 
-def say_faster(row: TrialRow, confirmation: Confirmation, budget: float, mode: str) -> str:
-    """The verdict of a confirmed plan."""
+def say_faster(row: TrialRow, confirmation: Confirmation, budget: float, mode: str, measured: str = "loss") -> str:
+    """The verdict of a confirmed plan.
+
+    Args:
+        row: its trial.
+        confirmation: of it.
+        budget: largest allowed gap.
+        mode: of the task.
+        measured: what the task is judged by: ``loss`` or ``metric``.
+    """
     gap = confirmation.loss_gap
     assert gap is not None  # an accepted confirmation has measured it
+    times, seeds = say_times(confirmation.speedup), len(confirmation.gaps)
+    its_gap = f"{measured} gap of {gap.value:+.3%} ({gap.low:+.3%} to {gap.high:+.3%}) where {budget:.2%} is allowed"
+    if confirmation.control is None:
+        does = "train" if mode == "training" else "run"
+        where = getattr(confirmation.speedup, "target", "the target")
+        return (
+            f"{_name(row)} should {does} {times} times as fast as fp32; measured with the target's formats emulated on "
+            f"{gap.device}: a {its_gap}, on {seeds} fresh data seeds{_from_scratch(confirmation)}. Unconfirmed: run "
+            f"'autoprec tune --confirm plan.json' on {where}."
+        )
     does = "trains" if mode == "training" else "runs"
     return (
-        f"{_name(row)} {does} {_times(confirmation.speedup)} times as fast as fp32, at a loss gap of {gap.value:+.3%} "
-        f"({gap.low:+.3%} to {gap.high:+.3%}) where {budget:.2%} is allowed; confirmed on {len(confirmation.gaps)} "
-        f"fresh data seeds; fp32 against itself reads {confirmation.control.value:.3f}."
+        f"{_name(row)} {does} {times} times as fast as fp32, at a {its_gap}; confirmed on {seeds} fresh data seeds"
+        f"{_from_scratch(confirmation)}; fp32 against itself reads {confirmation.control.value:.3f}."
     )
 
 
@@ -26,9 +46,10 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
     """The verdict where fp32 stays, with the number of the mix that came closest."""
     refused = max(confirmations, key=lambda c: c.speedup.value, default=None)
     if refused is not None:
+        control = f" (fp32 against itself: {refused.control.value:.3f})" if refused.control else ""
         return (
-            f"Stay in fp32: the best mix found ({refused.name}) reads {_times(refused.speedup)} times its speed (fp32 "
-            f"against itself: {refused.control.value:.3f}), and was refused: {refused.why}."
+            f"Stay in fp32: the best mix found ({refused.name}) reads {say_times(refused.speedup)} times its speed"
+            f"{control}, and was refused: {refused.why}."
         )
     mixes = [row for row in rows if row.speedup is not None and set(row.formats.values()) != {"fp32"}]
     fitting = [row for row in mixes if row.loss_gap <= budget]
@@ -40,7 +61,7 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
         "inside the loss budget" if fitting else f"(loss gap {closest.loss_gap:+.3%}, over the budget of {budget:.2%})"
     )
     return (
-        f"Stay in fp32: the fastest mix {inside}, {_name(closest).lower()}, reads {_times(closest.speedup)} times "
+        f"Stay in fp32: the fastest mix {inside}, {_name(closest).lower()}, reads {say_times(closest.speedup)} times "
         "its speed" + (f" (fp32 against itself: {closest.control.value:.3f})." if closest.control else ".")
     )
 
@@ -52,8 +73,9 @@ def make_evidence(
     budget: float,
     environment: Environment,
     date: str,
+    elsewhere: Target | None = None,
 ) -> dict[str, Any]:
-    """What was measured of the plan, for its file.
+    """What is known of the plan, for its file: each figure says whether it was measured or estimated.
 
     Args:
         task: that was trained.
@@ -61,10 +83,11 @@ def make_evidence(
         noise: of the loss gap.
         budget: largest allowed loss gap.
         environment: where.
-        date: when, for fp32.
+        date: when, where no measured speed has a date.
+        elsewhere: the target, if it isn't here: ``kind`` is then ``estimated``, of all but the loss.
     """
     common = {
-        "kind": "measured",
+        "kind": "measured" if elsewhere is None else "estimated",
         "baseline": "fp32",
         "max_loss_increase": budget,
         "noise": noise["loss_gap"],
@@ -73,26 +96,41 @@ def make_evidence(
         "device": environment.device,
         "versions": {"torch": environment.torch, "python": environment.python},
     }
-    if confirmation is None or confirmation.loss_gap is None:
+    if task.metric is not None:
+        common["metric"] = task.direction
+    if elsewhere is not None:
+        common["loss_kind"] = f"measured (emulated operands on {environment.device})"
+        common["unconfirmed"] = (
+            f"the speed is estimated for {elsewhere.title}; 'autoprec tune --confirm plan.json' on one measures it"
+        )
+    if confirmation is None:
         return {**common, "date": date, "confirmed": False}
+    speedup, control = confirmation.speedup, confirmation.control
     unit, per_step = task.throughput_unit()
-    return {
+    evidence = {
         **common,
-        "date": confirmation.speedup.date,
-        "confirmed": confirmation.accepted,
-        "loss_gap": confirmation.loss_gap.to_json(),
-        "speedup": confirmation.speedup.to_json(),
-        "control": confirmation.control.to_json(),
+        "date": speedup.date if isinstance(speedup, Measurement) else date,
+        "confirmed": confirmation.accepted and confirmation.is_measured,
+        "loss_gap": None if confirmation.loss_gap is None else confirmation.loss_gap.to_json(),
+        "speedup": speedup.to_json(),
+        "control": None if control is None else control.to_json(),
         "throughput": {
+            "kind": "measured" if confirmation.is_measured else "estimated",
             "unit": f"{unit}/s",
             "value": per_step / confirmation.candidate_s,
             "baseline": per_step / confirmation.baseline_s,
         },
     }
+    if confirmation.from_scratch is not None:
+        evidence["from_scratch"] = confirmation.from_scratch.to_json()
+    if not confirmation.accepted:
+        evidence["refused"] = confirmation.why
+    return evidence
 
 
-def _times(speedup: Measurement) -> str:
-    return f"{speedup.value:.2f} ({speedup.low:.2f} to {speedup.high:.2f})"
+def _from_scratch(confirmation: Confirmation) -> str:
+    run = confirmation.from_scratch
+    return "" if run is None or run.gap is None else f", and from fresh weights {run.gap:+.3%} over {run.steps} steps"
 
 
 def _speed(row: TrialRow) -> float:
@@ -102,4 +140,5 @@ def _speed(row: TrialRow) -> float:
 def _name(row: TrialRow) -> str:
     if row.name == "search":
         return f"The mix of trial {row.number}"
-    return "The rules' plan" if row.name == "rules" else f"Whole-model {row.name}"
+    named = {"rules": "The rules' plan", "given plan": "The plan"}
+    return named.get(row.name, f"Whole-model {row.name}")
