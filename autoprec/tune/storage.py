@@ -1,10 +1,16 @@
-"""The study in its storage: opened or resumed, recognised, and cleared of what dead processes left."""
+"""Where a study is kept: its storage by URL, its opening, and what it is recognised by.
+
+====================================  =====================================================
+None, ``sqlite:///file.db``           one process
+``journal:///file.log``, a bare path  several processes on one host or a shared file system
+``postgresql://…``, ``mysql://…``     many hosts
+====================================  =====================================================
+"""
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,16 +19,48 @@ from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autoprec.errors import StudyError
+from autoprec.errors import MissingExtraError, StudyError, UsageError
+from autoprec.tune.journal import open_journal
+from autoprec.tune.lock import drop, hold
+from autoprec.tune.lease import LEASE
+from autoprec.tune.patience import PatientStorage, is_lasting, storage_failure
+from autoprec.tune.reclaim import give_up, reclaim_stale_trials, take_lease
+
+__all__ = [
+    "LEASE",
+    "give_up",
+    "open_storage",
+    "open_study",
+    "quiet_optuna",
+    "reclaim_stale_trials",
+    "take_lease",
+    "without_password",
+]
 
 _FINGERPRINT = "autoprec:fingerprint"
-LEASE = "lease"
-#: A running trial without a lease is one whose process died between two writes.
-_LEASE_GRACE_S = 60.0
-#: A mix that takes its process down is given up after so many tries.
-_MAX_ATTEMPTS = 3
+_SQLITE_FILE, _JOURNAL_FILE = "study.db", "study.log"
+_JOURNAL_ENDS = (".log", ".journal")
+#: How long another process's write to an SQLite file is waited for.
+_BUSY_S = 60.0
+#: How long a server is waited for that doesn't answer yet.
+_OPENING_S = 15.0
+_ALLOWED = (
+    "Allowed: sqlite:///study.db (one process), journal:///study.log or a path that ends in .log (several processes), "
+    "postgresql://user@host/name or mysql://user@host/name (several hosts)"
+)
+#: Scheme → (module, SQLAlchemy's name of it) in order of preference, and what to install where none is there.
+_DRIVERS = {
+    "postgresql": ((("psycopg", "psycopg"), ("psycopg2", "psycopg2")), "pip install 'autoprec[postgres]'"),
+    "mysql": ((("MySQLdb", "mysqldb"), ("pymysql", "pymysql")), "pip install pymysql"),
+}
+
+#: Two processes that make the tables at the same time disturb each other; the second try finds them made.
+_CLASH = re.compile(r"already exists|duplicate key|UNIQUE constraint", re.IGNORECASE)
+_ABSENT = re.compile(
+    r"connection refused|starting up|shutting down|timeout expired|closed the connection|recovery mode|too many|locked",
+    re.IGNORECASE,
+)
 
 
 @contextmanager
@@ -36,47 +74,172 @@ def quiet_optuna() -> Iterator[None]:
         optuna.logging.set_verbosity(verbosity)
 
 
+def storage_url(storage: str | None, folder: Path, workers: int = 1) -> str:
+    """The storage's full URL.
+
+    Args:
+        storage: a URL, or the path of a journal; None is a file in ``folder``: the one that is there, or else SQLite
+            for one worker and a journal for several.
+        folder: of the run.
+        workers: processes that will use it.
+
+    Raises:
+        UsageError: the storage doesn't take so many processes, or isn't one.
+    """
+    if storage is None:
+        is_journal = (folder / _JOURNAL_FILE).exists() or (workers > 1 and not (folder / _SQLITE_FILE).exists())
+        storage = f"journal://{folder / _JOURNAL_FILE}" if is_journal else f"sqlite:///{folder / _SQLITE_FILE}"
+    elif "://" not in storage:
+        if not storage.endswith(_JOURNAL_ENDS):
+            raise UsageError(f"the storage {storage!r} is neither a URL nor the path of a journal. {_ALLOWED}")
+        storage = f"journal://{Path(storage).expanduser()}"
+    if workers > 1 and storage.startswith("sqlite"):
+        raise UsageError(
+            f"{workers} workers can't share {storage}: SQLite takes one process. Take --workers 1, or another study in "
+            "--storage journal:///path/study.log (one host, or a shared file system) or postgresql://user@host/name"
+        )
+    return storage
+
+
+def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int = 1) -> BaseStorage:
+    """The storage, ready for use.
+
+    Args:
+        storage: see :func:`storage_url`; a storage of Optuna's is taken as it is.
+        folder: of the run.
+        workers: processes that will use it.
+
+    Raises:
+        UsageError: the storage doesn't take so many processes, or isn't one.
+        MissingExtraError: its driver isn't installed.
+        StudyError: it can't be reached or written to.
+    """
+    if isinstance(storage, BaseStorage):
+        return storage
+    if storage is None:
+        folder.mkdir(parents=True, exist_ok=True)
+    url = storage_url(storage, folder, workers)
+    deadline = time.monotonic() + _OPENING_S
+    while True:
+        try:
+            with quiet_optuna():
+                return PatientStorage(_open(url), without_password(url))
+        except MissingExtraError:
+            raise
+        except ImportError as exc:
+            raise MissingExtraError(
+                f"the storage {without_password(url)} needs a driver that isn't installed: {exc}"
+            ) from exc
+        except Exception as exc:  # each database driver has its own errors
+            if time.monotonic() > deadline or not (_may_pass(exc) or _CLASH.search(str(exc))):
+                raise StudyError(
+                    f"the storage {without_password(url)} can't be used: {type(exc).__name__}: {exc}. {_ALLOWED}"
+                ) from exc
+        time.sleep(0.5)
+
+
+def _may_pass(exc: Exception) -> bool:
+    failure = storage_failure(exc)
+    return failure is not None and not is_lasting(failure) and bool(_ABSENT.search(str(failure)))
+
+
+def _open(url: str) -> BaseStorage:
+    scheme, _, rest = url.partition("://")
+    if scheme == "journal":
+        return open_journal(Path(rest).expanduser())
+    options: dict[str, Any] = {"pool_pre_ping": True}
+    if scheme.startswith("sqlite"):
+        options["connect_args"] = {"timeout": _BUSY_S}
+    # Optuna's heartbeat stays off: it beats under study.optimize only, ends with the first error of the database, and
+    # never looks at a trial whose process died before the first beat.  Leases do for every storage.
+    return optuna.storages.get_storage(optuna.storages.RDBStorage(_with_driver(scheme, rest), engine_kwargs=options))
+
+
+def _with_driver(scheme: str, rest: str) -> str:
+    scheme = "postgresql" if scheme == "postgres" else scheme
+    if scheme not in _DRIVERS:
+        return f"{scheme}://{rest}"
+    drivers, remedy = _DRIVERS[scheme]
+    for module, name in drivers:
+        if importlib.util.find_spec(module) is not None:
+            return f"{scheme}+{name}://{rest}"
+    modules = " or ".join(module for module, _ in drivers)
+    raise MissingExtraError(f"a storage {scheme}://… needs {modules}, which isn't installed: {remedy}")
+
+
 def open_study(name: str, storage: str | BaseStorage | None, folder: Path, identity: Mapping[str, Any]) -> optuna.Study:
     """The study of that name, made if it isn't there.
 
     Args:
         name: of the study.
-        storage: Optuna's URL or object; None is an SQLite file in ``folder``.
+        storage: opened, or what :func:`open_storage` takes.
         folder: of the run.
         identity: what the study must have been made for.
 
     Raises:
-        StudyError: the storage can't be used, or the study was made for something else.
+        UsageError, MissingExtraError, StudyError: the storage can't be used, or the study was made for something else.
     """
-    if storage is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        storage = f"sqlite:///{folder / 'study.db'}"
-    try:
-        with quiet_optuna():
-            study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
-    except Exception as exc:  # each database driver has its own errors
-        raise StudyError(
-            f"the storage {without_password(storage)} can't be used: {type(exc).__name__}: {exc}. Allowed: an Optuna "
-            "storage URL such as sqlite:///study.db or postgresql://user@host/name"
-        ) from exc
-    _check_identity(study, identity)
-    return study
-
-
-def _check_identity(study: optuna.Study, identity: Mapping[str, Any]) -> None:
+    opened = open_storage(storage, folder)
+    with quiet_optuna():
+        study = optuna.create_study(storage=opened, study_name=name, direction="maximize", load_if_exists=True)
     known = study.user_attrs.get(_FINGERPRINT)
     if known is None:
         study.set_user_attr(_FINGERPRINT, dict(identity))
-        return
+        # another process may have made it for something else in the same moment
+        known = study.user_attrs[_FINGERPRINT]
+    check_identity(name, known, identity)
+    return study
+
+
+def known_identity(storage: BaseStorage, name: str) -> dict[str, Any] | None:
+    """What a study was made for; None if it isn't there yet."""
+    try:
+        attrs = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
+    except KeyError:
+        return None
+    return attrs.get(_FINGERPRINT)
+
+
+def check_identity(name: str, known: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse a study that was made for something else.
+
+    Raises:
+        StudyError: with what differs.
+    """
     differing = [key for key in identity if known.get(key) != identity[key]]
     if differing:
         listed = "\n".join(
             f"  {key}: {_short(known.get(key))} there, {_short(identity[key])} here" for key in differing
         )
         raise StudyError(
-            f"study {study.study_name!r} was made for something else:\n{listed}\n"
+            f"study {name!r} was made for something else:\n{listed}\n"
             "Its trials can't be compared with new ones; give this one another name (--study NAME, study=)"
         )
+
+
+@contextmanager
+def sole_process(study: optuna.Study) -> Iterator[None]:
+    """Keep other processes from running trials of a study in an SQLite file.
+
+    Raises:
+        StudyError: another one does.
+    """
+    name = study._storage.name if isinstance(study._storage, PatientStorage) else ""
+    file = name.partition("?")[0].removeprefix("sqlite:///")
+    if not name.startswith("sqlite:///") or file in ("", ":memory:"):
+        yield
+        return
+    try:
+        held = hold(Path(f"{file}.flock"), wait=False)
+    except BlockingIOError:
+        raise StudyError(
+            f"another process runs trials in {name}, and SQLite takes one. For several: --storage "
+            "journal:///path/study.log, or postgresql://user@host/name"
+        ) from None
+    try:
+        yield
+    finally:
+        drop(held)
 
 
 def without_password(storage: str | BaseStorage) -> str:
@@ -87,60 +250,3 @@ def without_password(storage: str | BaseStorage) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 160 else f"{text[:157]}…"
-
-
-def take_lease(trial: Trial) -> None:
-    """Say who runs the trial, so that others can see whether it still does."""
-    trial.set_user_attr(
-        LEASE, {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
-    )
-
-
-def reclaim_stale_trials(study: optuna.Study) -> int:
-    """Fail the running trials of processes on this host that are gone, and enqueue their mixes again.
-
-    Returns:
-        how many there were.
-    """
-    stale = [trial for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) if _is_stale(trial)]
-    for trial in stale:
-        give_up(study, trial, "its process is gone")
-    return len(stale)
-
-
-def give_up(study: optuna.Study, trial: FrozenTrial, why: str) -> None:
-    """End a trial that wasn't measured, and enqueue its mix again, unless that ended the same way before."""
-    study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-    params = trial.params or trial.system_attrs.get("fixed_params")
-    attempt = trial.user_attrs.get("attempt", 1)
-    if params and attempt < _MAX_ATTEMPTS:
-        attrs = {"name": trial.user_attrs.get("name", "search"), "attempt": attempt + 1, "again": why}
-        study.enqueue_trial(dict(params), user_attrs=attrs)
-
-
-def _is_stale(trial: FrozenTrial) -> bool:
-    lease = trial.user_attrs.get(LEASE)
-    if lease is None:
-        return trial.datetime_start is None or time.time() - trial.datetime_start.timestamp() > _LEASE_GRACE_S
-    if lease["host"] != socket.gethostname():
-        return False
-    started = _process_start(lease["pid"])
-    return started is None or started != lease["started"]
-
-
-def _process_start(pid: int) -> str | None:
-    """When the process started, in clock ticks since boot; None if there is none.  Pids are used again."""
-    stat = Path(f"/proc/{pid}/stat")
-    if Path("/proc/self/stat").exists():
-        try:
-            # the command's name may hold spaces and brackets
-            return stat.read_text().rpartition(")")[2].split()[19]
-        except OSError:
-            return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return "unknown"
-    return "unknown"

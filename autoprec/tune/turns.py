@@ -1,0 +1,174 @@
+"""Whose turn it is: every evaluation of a study ends exactly once, however many processes run it and die.
+
+Storages offer no transactions over trials.  Three facts of theirs carry all of this:
+
+- Trials are numbered in the order in which they were created, so that of two that plan the same, or ask for the last
+  free place, everyone finds the same one to be first.
+- A trial ends once: of several processes that end it, all but one are told so.
+- A trial is taken from the queue once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from autoprec.tune.lease import Heart, Watch
+from autoprec.tune.reclaim import (
+    EVALUATION,
+    WITHDRAWN,
+    attempt_of,
+    enqueue,
+    evaluation_of,
+    give_up,
+    has_ended,
+    planned,
+    reclaim_stale_trials,
+)
+from autoprec.tune.storage import sole_process
+
+_OPEN = (TrialState.RUNNING, TrialState.WAITING)
+_NO_PLACE = "all wanted trials are taken"
+
+
+class Turns:
+    """Hands out the trials of a study to this process, as one of several; a context that renews its leases.
+
+    Args:
+        study: Optuna's, with a sampler.
+        wanted: evaluations in all, those of earlier runs and of other processes included.
+        watch, heart: of leases; made where left out.
+    """
+
+    def __init__(
+        self, study: optuna.Study, wanted: int, *, watch: Watch | None = None, heart: Heart | None = None
+    ) -> None:
+        self._study, self._wanted = study, wanted
+        self._watch = watch or Watch()
+        self._heart = heart or Heart(study._storage)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Turns:
+        self._open.enter_context(sole_process(self._study))
+        self._open.enter_context(self._heart)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def plan(self, evaluation: str, params: Mapping[str, Any], attrs: Mapping[str, Any]) -> None:
+        """Enqueue a mix under a name of its own: though several processes plan it, it is run once."""
+        if not any(evaluation_of(trial) == evaluation for trial in self._trials()):
+            enqueue(self._study, dict(params), {**attrs, EVALUATION: evaluation}, {})
+
+    def num_ended(self) -> int:
+        """Evaluations that are over."""
+        return sum(has_ended(trial) for trial in self._trials())
+
+    def take(self) -> Trial | None:
+        """The next trial to run; None while all that are wanted are over or run by other processes.
+
+        Raises:
+            StudyError: the storage is lost.
+        """
+        while self._has_work():
+            trial = self._study.ask()
+            reason = self._refusal(trial)
+            if reason is None:
+                return trial
+            self._withdraw(trial, reason)
+        return None
+
+    def finish(self, trial: Trial, value: float | None = None, state: TrialState | None = None) -> bool:
+        """Tell the trial's end; False where another process, taking this one for dead, ended it before."""
+        self._heart.drop(trial._trial_id)
+        try:
+            self._study.tell(trial, value, state)
+        except (UpdateFinishedTrialError, ValueError):
+            if self._frozen(trial).state.is_finished():
+                return False
+            raise
+        return True
+
+    def give_up(self, trial: Trial, why: str, *, died: bool = True) -> None:
+        """End a trial that wasn't measured, and enqueue its mix again; ``died`` counts against the mix."""
+        self._heart.drop(trial._trial_id)
+        give_up(self._study, self._frozen(trial), why, died=died)
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _frozen(self, trial: Trial | FrozenTrial) -> FrozenTrial:
+        return self._study._storage.get_trial(trial._trial_id)
+
+    def _has_work(self) -> bool:
+        reclaim_stale_trials(self._study, self._watch)
+        trials = self._trials()
+        taken = sum(has_ended(trial) or trial.state == TrialState.RUNNING for trial in trials)
+        return taken < self._wanted or any(_is_retry(t) and t.state == TrialState.WAITING for t in trials)
+
+    def _refusal(self, trial: Trial) -> str | None:
+        """Why the trial must not be run; its lease is taken first."""
+        try:
+            self._heart.hold(trial._trial_id)
+        except UpdateFinishedTrialError:
+            return "its process was taken for dead"
+        others = {other.number: other for other in self._trials()}
+        own = others.pop(trial.number)
+        for other in others.values():
+            reason = self._rivalry(own, other)
+            if reason is not None:
+                return reason
+        return None if _is_retry(own) or self._has_place(own, others.values()) else _NO_PLACE
+
+    def _rivalry(self, own: FrozenTrial, other: FrozenTrial) -> str | None:
+        """Why another trial makes this one superfluous."""
+        if evaluation_of(own) != evaluation_of(other) or WITHDRAWN in other.user_attrs:
+            return None
+        if attempt_of(other) < attempt_of(own) and other.state in _OPEN:
+            _end(self._study, other)
+            other = self._frozen(other)
+        if has_ended(other):
+            return f"trial {other.number} was measured"
+        is_first = (attempt_of(own), -own.number) > (attempt_of(other), -other.number)
+        return None if is_first else f"trial {other.number} is the same"
+
+    def _has_place(self, own: FrozenTrial, others: Iterable[FrozenTrial]) -> bool:
+        """Whether fewer evaluations than wanted come before this one; one that is tried again keeps its place."""
+        before = sum(
+            has_ended(other) or other.state in _OPEN
+            for other in others
+            if other.number < own.number or _is_retry(other)
+        )
+        return before < self._wanted
+
+    def _withdraw(self, trial: Trial, reason: str) -> None:
+        self._heart.drop(trial._trial_id)
+        own = self._frozen(trial)
+        try:
+            self._study._storage.set_trial_user_attr(own._trial_id, WITHDRAWN, reason)
+            if reason == _NO_PLACE and EVALUATION in own.user_attrs:
+                # somebody may want more trials later
+                attrs = {key: value for key, value in own.user_attrs.items() if key in (EVALUATION, "name")}
+                enqueue(self._study, planned(own), attrs, own.system_attrs)
+        except UpdateFinishedTrialError:
+            return
+        _end(self._study, own)
+
+
+def _is_retry(trial: FrozenTrial) -> bool:
+    return attempt_of(trial) > 1
+
+
+def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
+    """Fail a trial; False where it had ended before."""
+    try:
+        study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    except UpdateFinishedTrialError:
+        return False
+    return True
