@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autoprec.backends.registry import choose
 from autoprec.frames.swap import FAST, FrameState, framed_methods, leaf_op, original_class, remove, set_frames
@@ -78,6 +79,9 @@ class FrameBuilder:
         ):
             return ()
         weight: Any = module.weight
+        if is_lazy(weight):
+            self.backends[fqn] = "", "a lazy layer has no shape before its first call; call the model, then convert it"
+            return ()
         x = weight.new_empty((128, weight.shape[1]), dtype=DTYPES[self.settings.low])
         recipe = recipe_for((rule.formats.input, rule.formats.weight, rule.formats.grad_output), self.plan.recipe)
         backend, why = choose("linear", rule.formats, x, weight, rule.backend, self.plan.mode, recipe=recipe)

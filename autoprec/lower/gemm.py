@@ -1,4 +1,4 @@
-"""What a GEMM does under its formats: 16-bit operands by a cast, 8 bits and fewer by a backend's kernel."""
+"""What a GEMM does under its formats: operands cast to 32 or 16 bit, 8 bits and fewer by a backend's kernel."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from autoprec.backends.base import LinearSpec
 from autoprec.backends.registry import get_backend
 from autoprec.frames.mode import Action
 from autoprec.lower import casts
+from autoprec.lower.single import PRODUCTS, SingleGemm
 from autoprec.lower.weights import cast_weight
 from autoprec.plan import Formats
 from autoprec.recipes import recipe_for
@@ -98,5 +99,8 @@ def gemm_action(op: str, formats: Formats, backend: tuple[str, ...], settings: G
     """The action of a GEMM op; below 16 bit it is the plan's 16-bit format where no backend takes the site."""
     if formats.input not in DTYPES and backend and op == "linear":
         return QuantizedLinear(formats, backend[0], settings)
-    dtype = DTYPES[formats.input if formats.input in DTYPES else settings.low]
-    return CastGemm(dtype, keep_weights=settings.mode == "inference")
+    name = formats.input if formats.input in DTYPES else settings.low
+    cast = CastGemm(DTYPES[name], keep_weights=settings.mode == "inference")
+    if DTYPES[name] != torch.float32:
+        return cast
+    return SingleGemm(op, "tf32" if name == "tf32" and op in PRODUCTS else "ieee", cast)

@@ -18,7 +18,8 @@ class Row:
         site: site id.
         op: canonical op name.
         asked: format the plan asks for; ``follow`` if no rule takes the site.
-        got: dtype or format it really ran in at the recorded call; ``""`` if it hasn't run yet.
+        got: dtype or format it really ran in at the recorded call; ``""`` if it hasn't run yet, unless no backend
+            takes it, so that what it will run in is known already.
         why: the plan's reason, or why it got something else.
         mechanism: ``frame``, ``backend:<name>``, ``fp32`` or ``none``.
         flops: of one forward, for GEMMs.
@@ -43,7 +44,8 @@ class Receipt:
     """What a conversion did.
 
     Args:
-        rows: one per recorded site, in order of first call; one per GEMM layer if nothing was recorded yet.
+        rows: one per recorded site, in order of first call; one per GEMM layer, with the backend that will take it,
+            if nothing was recorded yet.
         notes: what concerns the whole model (memory of kept weights, modules that can't be converted).
         recorded: the rows come from a real call of the converted model.
         extra_bytes: memory the conversion keeps beside the model's own.

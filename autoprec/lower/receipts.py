@@ -8,22 +8,22 @@ from torch import nn
 from autoprec.frames.swap import leaf_op, original_class
 from autoprec.graph.record import Recording
 from autoprec.graph.site import GEMM_OPS, Site
-from autoprec.lower.apply import Conversion
+from autoprec.lower.apply import Conversion, storage_format
 from autoprec.lower.gemm import DTYPES
 from autoprec.lower.matching import RuleMatcher
 from autoprec.lower.receipt import Receipt, Row
-from autoprec.plan import PlanRule
+from autoprec.lower.single import PRODUCTS
+from autoprec.plan import FIXED, FOLLOW, PlanRule
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def make_receipt(model: nn.Module, conversion: Conversion, recording: Recording | None) -> Receipt:
-    """The receipt; without a recording, what each GEMM layer will be asked for."""
+    """The receipt; without a recording, what each GEMM layer is asked for and what its backend answers."""
     matcher = RuleMatcher(conversion.plan)
     if recording is None:
-        rows = [
-            _asked(matcher, fqn, module) for fqn, module in model.named_modules() if leaf_op(original_class(module))
-        ]
+        ops = {fqn: leaf_op(original_class(module)) for fqn, module in model.named_modules()}
+        rows = [_asked(matcher, conversion, fqn, op) for fqn, op in ops.items() if op]
     else:
         rows = [_recorded(matcher, conversion, site, recording.dtypes[site.id]) for site in recording.sites.values()]
     return Receipt(
@@ -34,11 +34,19 @@ def make_receipt(model: nn.Module, conversion: Conversion, recording: Recording 
     )
 
 
-def _asked(matcher: RuleMatcher, fqn: str, module: nn.Module) -> Row:
-    op = leaf_op(original_class(module)) or ""
+def _asked(matcher: RuleMatcher, conversion: Conversion, fqn: str, op: str) -> Row:
+    """A layer that hasn't run: what a backend, or none, makes of it is known from its weight; its tokens aren't."""
     rule = matcher.rule_for_site(fqn, op, 0)
-    asked, why = _words(rule)
-    return Row(site=fqn, op=op, asked=asked, got="", why=why, mechanism="frame")
+    asked, reason = _words(rule)
+    backend, answer = conversion.backends.get(fqn, ("", ""))
+    if backend:
+        why = _join(reason, answer, "how many tokens it gets isn't known before a call")
+        return Row(site=fqn, op=op, asked=asked, got="", why=why, mechanism=f"backend:{backend}")
+    if rule is None or rule.formats.input in (*DTYPES, FOLLOW, FIXED):
+        return Row(site=fqn, op=op, asked=asked, got="", why=reason, mechanism="none" if rule is None else "frame")
+    low = storage_format(conversion.plan) or "fp32"
+    why = f"will run in {low}: {answer or _why_not(rule, op, ())} (plan: {reason})"
+    return Row(site=fqn, op=op, asked=asked, got=low, why=why, mechanism="frame")
 
 
 def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: tuple[torch.dtype, ...]) -> Row:
@@ -46,17 +54,18 @@ def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: 
     asked, why = _words(rule)
     backend, answer = conversion.backends.get(site.module, ("", "")) if site.leaf else ("", "")
     if backend:
-        reason = f"{why}; {answer}"
         return Row(
             site=site.id,
             op=site.op,
             asked=asked,
             got=asked,
-            why=reason,
+            why=_join(why, answer),
             mechanism=f"backend:{backend}",
             flops=site.flops,
         )
     got = _got(site, dtypes)
+    if asked == "tf32" and got == "fp32" and site.op in PRODUCTS and (site.op != "einsum" or len(dtypes) == 2):
+        got = asked
     if asked not in ("follow", got) and got:
         why = f"ran in {got}: {answer or _why_not(rule, site.op, dtypes)} (plan: {why})"
     mechanism = "none" if rule is None else "frame"
@@ -65,6 +74,10 @@ def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: 
 
 def _words(rule: PlanRule | None) -> tuple[str, str]:
     return ("follow", "no rule takes it") if rule is None else (str(rule.formats), rule.reason)
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
 
 
 def _got(site: Site, dtypes: tuple[torch.dtype, ...]) -> str:
@@ -82,6 +95,8 @@ def _why_not(rule: PlanRule | None, op: str, dtypes: tuple[torch.dtype, ...]) ->
         return f"only linear layers have kernels below 16 bit, and this is {op!r}"
     if torch.float64 in dtypes:
         return "an operand is fp64, which is never narrowed"
+    if rule is not None and rule.formats.input == "tf32" and op not in PRODUCTS:
+        return f"tf32 is the rounding of one product's operands, and {op!r} is more than one"
     return "the call writes its argument, or its arguments come in another dtype"
 
 
