@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoprec.errors import TrainingError, UsageError
+from autoprec.masters import demote, promote
 from autoprec.plan import ScalerSettings
 
 _STATE: dict[str, Callable[[Any], bool]] = {
@@ -26,6 +27,9 @@ class BoundedGradScaler(torch.amp.GradScaler):
 
     torch halves the scale for ever when a gradient is NaN whatever the scale, down to 0, and every step is then skipped
     without an error.  Here the scale stops at ``min_scale``; :class:`autoprec.train.TrainingMonitor` tells the rest.
+
+    Gradients of parameters stored in 16 bit with fp32 masters (level O2) are unscaled on the masters: between
+    ``unscale_`` and ``step`` such a parameter is its master.
 
     Args:
         settings: see :class:`autoprec.plan.ScalerSettings`.
@@ -49,9 +53,12 @@ class BoundedGradScaler(torch.amp.GradScaler):
             enabled=settings.enabled,
         )
         self.min_scale, self.max_scale = settings.min_scale, settings.max_scale
+        self._promoted: list[torch.optim.Optimizer] = []
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale after a step, as torch does, then bound it; without a transfer from the device."""
+        while self._promoted:  # unscaled, and its step left out
+            demote(self._promoted.pop())
         super().update(new_scale)
         if self._enabled and self._scale is not None:
             self._scale.clamp_(self.min_scale, self.max_scale)
@@ -65,6 +72,8 @@ class BoundedGradScaler(torch.amp.GradScaler):
         if self._enabled:
             require_gradients(optimizer)
             self._require_scale()
+            promote(optimizer)
+            self._promoted.append(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -76,7 +85,9 @@ class BoundedGradScaler(torch.amp.GradScaler):
         if self._enabled:
             require_gradients(optimizer)
             self._require_scale()
-        return super().step(optimizer, *args, **kwargs)
+        result = super().step(optimizer, *args, **kwargs)
+        demote(optimizer)  # where the step was skipped
+        return result
 
     def found_non_finite(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``unscale_`` found a gradient that isn't finite.  Waits for the device."""

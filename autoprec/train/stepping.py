@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.errors import TrainingError, UsageError
+from autoprec.masters import demote, master_of, promote
 from autoprec.plan import ScalerSettings
 from autoprec.scaler import BoundedGradScaler, found_non_finite, require_gradients
 from autoprec.train.diagnosis import Probe
@@ -124,6 +125,7 @@ class Stepper:
         chosen = optimizers or self.optimizers
         self._check_chosen(chosen)
         for optimizer in chosen:
+            promote(optimizer)
             self._scaler.unscale_(optimizer)
         finite = not any(found_non_finite(self._scaler, optimizer) for optimizer in chosen)
         norm = self._average_and_clip(chosen) if finite else None
@@ -132,6 +134,7 @@ class Stepper:
             if finite:
                 self._scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
+            demote(optimizer)
         self._done.extend(chosen)
         self._all_finite &= finite
         self._pending = 0
@@ -268,11 +271,13 @@ def _gradients(optimizer: Optimizer) -> list[nn.Parameter]:
 def _refuse_low_parameters(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     trained = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
+    # level O2 keeps fp32 masters, on which gradients are unscaled and the optimizer steps
+    trained = [p for p in trained if master_of(p) is None]
     half = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in trained if p.dtype == torch.float16]
     if half:
         raise TrainingError(
             f"{len(half)} trainable parameters are stored in fp16: {_some(half)}. Their gradients can't be unscaled, "
-            "and Adam's eps of 1e-8 is 0 there. Store them in fp32 and let autoprec.convert cast at run time (level O1)"
+            "and Adam's eps of 1e-8 is 0 there. Store them in fp32 and let autoprec.convert cast at run time (level O1), or keep fp32 masters (level O2)"
         )
     low = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in trained if p.dtype == torch.bfloat16]
     if low:
