@@ -55,7 +55,7 @@ class _Backend(JournalFileBackend):
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._own_lock.acquire()
         try:
-            with open(self._file_path, "r+b", buffering=0) as file:
+            with Path(self._file_path).open("r+b", buffering=0) as file:
                 end = _end_of_last_line(file)
                 file.truncate(end)
                 file.seek(end)

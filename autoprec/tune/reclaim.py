@@ -30,6 +30,7 @@ def evaluation_of(trial: FrozenTrial) -> str:
 
 
 def attempt_of(trial: FrozenTrial) -> int:
+    """Which attempt at its evaluation the trial is, from 1."""
     return trial.user_attrs.get(ATTEMPT, 1)
 
 

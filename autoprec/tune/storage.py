@@ -22,8 +22,8 @@ from optuna.storages import BaseStorage
 
 from autoprec.errors import MissingExtraError, StudyError, UsageError
 from autoprec.tune.journal import open_journal
-from autoprec.tune.lock import drop, hold
 from autoprec.tune.lease import LEASE
+from autoprec.tune.lock import drop, hold
 from autoprec.tune.patience import PatientStorage, is_lasting, storage_failure
 from autoprec.tune.reclaim import give_up, reclaim_stale_trials, take_lease
 

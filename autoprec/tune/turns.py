@@ -18,7 +18,7 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autoprec.tune.lease import Heart, Watch
+from autoprec.tune.lease import LEASE, Heart, Watch, worker_name
 from autoprec.tune.reclaim import (
     EVALUATION,
     WITHDRAWN,
@@ -69,6 +69,11 @@ class Turns:
     def num_ended(self) -> int:
         """Evaluations that are over."""
         return sum(has_ended(trial) for trial in self._trials())
+
+    def running_elsewhere(self) -> list[str]:
+        """Processes that run a trial, by name; where there are any, the last of them to finish confirms the winner."""
+        running = [trial for trial in self._trials() if trial.state == TrialState.RUNNING and LEASE in trial.user_attrs]
+        return sorted({worker_name(trial.user_attrs[LEASE]) for trial in running if not self._watch.is_stale(trial)})
 
     def take(self) -> Trial | None:
         """The next trial to run; None while all that are wanted are over or run by other processes.
