@@ -1,7 +1,7 @@
 """fp32 masters of parameters that are stored in 16 bit (level O2).
 
-Whatever optimizer holds such a parameter steps on its master, and the 16-bit value is rounded from it afterwards.  A loss
-scaler divides the gradients there too: an fp16 gradient divided by the scale would underflow again.
+Whatever optimizer holds such a parameter steps on its master, and the 16-bit value is rounded from it afterwards.  A
+loss scaler divides the gradients there too: an fp16 gradient divided by the scale would underflow again.
 """
 
 from __future__ import annotations
