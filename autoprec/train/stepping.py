@@ -277,8 +277,8 @@ def _refuse_low_parameters(model: nn.Module, optimizers: tuple[Optimizer, ...]) 
     if half:
         raise TrainingError(
             f"{len(half)} trainable parameters are stored in fp16: {_some(half)}. Their gradients can't be unscaled, "
-            "and Adam's eps of 1e-8 is 0 there. Store them in fp32 and let autoprec.convert cast at run time (level O1), or "
-            "have it store them with fp32 masters (level O2)"
+            "and Adam's eps of 1e-8 is 0 there. Store them in fp32 and let autoprec.convert cast at run time "
+            "(level O1), or have it store them with fp32 masters (level O2)"
         )
     low = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in trained if p.dtype == torch.bfloat16]
     if low:
