@@ -161,6 +161,10 @@ def _nondominated(found: Sequence[Solution], reference: Solution) -> list[Soluti
     """Sorted by cost; of mixes of one cost and harm the one that is best known."""
     kept: list[Solution] = []
     for one in sorted(found, key=lambda s: (s.cost_s, s.harm, s.gap)):
-        if not kept or one.harm < min(s.harm for s in kept) or (one is reference and one.mix not in [s.mix for s in kept]):
+        if (
+            not kept
+            or one.harm < min(s.harm for s in kept)
+            or (one is reference and one.mix not in [s.mix for s in kept])
+        ):
             kept.append(one)
     return kept

@@ -8,8 +8,10 @@ several times as slowly.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +23,9 @@ from scipy.sparse import csr_array, eye_array, hstack, vstack
 
 from autoprec.planner.arrays import Arrays
 
-_STDOUT, _STDERR = 1, 2
+log = logging.getLogger(__name__)
+
+_STDOUT = 1
 _redirecting = threading.Lock()
 
 
@@ -101,22 +105,28 @@ def _constraints(
 
 @contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """What C++ prints to stdout goes to stderr meanwhile: HiGHS has debug lines that no option turns off.
+    """HiGHS prints debug lines to stdout from C++, which no option turns off: they go to our log.
 
-    File descriptors belong to the process: what another thread prints in this time goes to stderr too, and isn't lost.
+    File descriptors belong to the process.  What another thread prints meanwhile isn't lost, but goes to stderr.
     """
-    with _redirecting:
+    with _redirecting, tempfile.TemporaryFile() as printed:
         try:
             sys.stdout.flush()
             kept = os.dup(_STDOUT)
-            os.dup2(_STDERR, _STDOUT)
-        except (OSError, ValueError, AttributeError):  # a process without stdout or stderr prints nothing
+        except (OSError, ValueError, AttributeError):  # a process without stdout prints nothing
             yield
             return
+        os.dup2(printed.fileno(), _STDOUT)
         try:
             yield
         finally:
-            with suppress(OSError, AttributeError):  # what C still holds back belongs to stderr too
+            with suppress(OSError, AttributeError):  # what C still holds back
                 ctypes.CDLL(None).fflush(None)
             os.dup2(kept, _STDOUT)
             os.close(kept)
+            printed.seek(0)
+            for line in printed.read().decode(errors="replace").splitlines():
+                if "Highs" in line:
+                    log.debug("the solver printed: %s", line)
+                else:
+                    print(line, file=sys.stderr)

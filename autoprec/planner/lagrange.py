@@ -21,7 +21,7 @@ from autoprec.planner.tree import heaviest_tree
 
 _FIRST_PRICES, _PRICES, _ROUNDS = 48, 8, 3
 #: Times that edges outside the tree are priced by the mix before.
-_REPRICED = 2
+_REPRICED = 1
 #: A saving below this share of all, and a harm below this share of the budget, decide nothing.
 _NEGLIGIBLE = 1e-6
 
@@ -101,7 +101,7 @@ class _Search:
         self.bound = np.full(questions.limit.shape, -np.inf)
 
     def narrow(self, prices: np.ndarray, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Try the prices, ``[Q, W]``; gives the two between which each budget begins to hold, ``[Q, B]``, or ``least``."""
+        """Try the prices, ``[Q, W]``; gives the two, at least ``least``, between which each budget begins to hold."""
         fits = self._try(prices)[:, None] <= self._questions.limit[:, :, None]
         each = np.broadcast_to(prices[:, None], fits.shape)
         high = np.where(fits, each, prices.max(axis=1)[:, None, None]).min(axis=2)

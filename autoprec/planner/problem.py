@@ -96,6 +96,8 @@ class Problem:
         numbers = [number for group in self.groups for o in group.options for number in (o.harm, o.cost_s)]
         if not all(map(math.isfinite, [*numbers, *(edge.cast_s for edge in self.edges), self.fixed_s])):
             raise UsageError("a problem's harms and costs must be finite numbers")
+        if any(edge.cast_s < 0 for edge in self.edges):
+            raise UsageError("a problem's casts must take 0 seconds or more")
 
     def harm(self, mix: Mapping[str, str]) -> float:
         """Sum of the harms of one format for each group."""
@@ -103,13 +105,10 @@ class Problem:
 
     def cost_s(self, mix: Mapping[str, str]) -> float:
         """Seconds of a step: the groups', the casts between them, and what is fixed."""
-        storage = {group.name: group.option(mix[group.name]).storage for group in self.groups}
-        casts = sum(
-            edge.cast_s
-            for edge in self.edges
-            if ANY_STORAGE not in (storage[edge.a], storage[edge.b]) and storage[edge.a] != storage[edge.b]
-        )
-        return self.fixed_s + casts + sum(group.option(mix[group.name]).cost_s for group in self.groups)
+        chosen = {group.name: group.option(mix[group.name]) for group in self.groups}
+        ends = ((edge.cast_s, chosen[edge.a].storage, chosen[edge.b].storage) for edge in self.edges)
+        casts = sum(cast_s for cast_s, a, b in ends if ANY_STORAGE not in (a, b) and a != b)
+        return self.fixed_s + casts + sum(option.cost_s for option in chosen.values())
 
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}

@@ -1,9 +1,15 @@
-"""Models large enough for FP8, on the meta device: they cost no memory."""
+"""Models large enough for FP8, on the meta device: they cost no memory; and planning problems of random numbers."""
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from autoprec.planner.problem import Edge, Option, Problem, ProblemGroup
 
 
 class Attention(nn.Module):
@@ -55,3 +61,60 @@ def decoder():
             return Decoder(**sizes)
 
     return make
+
+
+STORAGES = ("", "fp32", "bf16", "fp16")
+
+
+def _random_problem(
+    seed: int, groups: int, options: int, *, storages: Sequence[str] = STORAGES, skip: int = 1, cast_s: float = 0.2
+) -> Problem:
+    """A chain of groups, with an edge over two of them at every ``skip``-th; harms over six decades."""
+    draw = random.Random(seed)
+    found = []
+    for g in range(groups):
+        base = draw.uniform(0.5, 1.5)
+        reference = Option(format="f0", harm=0.0, cost_s=base, storage=draw.choice(storages))
+        low = [
+            Option(
+                format=f"f{k}",
+                harm=10 ** draw.uniform(-6, 0),
+                cost_s=base * draw.uniform(0.3, 1.08),
+                storage=draw.choice(storages),
+            )
+            for k in range(1, options)
+        ]
+        found.append(ProblemGroup(name=f"g{g}", options=(reference, *low)))
+    pairs = [(g, g + 1) for g in range(groups - 1)]
+    pairs += [(g, g + 3) for g in range(0, groups - 3, skip)] if skip else []
+    edges = tuple(Edge(a=f"g{a}", b=f"g{b}", cast_s=draw.uniform(0, cast_s)) for a, b in pairs)
+    return Problem(groups=tuple(found), edges=edges, fixed_s=draw.uniform(0, groups / 3), device="made up")
+
+
+def _all_mixes(problem: Problem, pins: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """Every mix of a small problem."""
+    pins = pins or {}
+    names = [
+        [option.format for option in group.options if pins.get(group.name, option.format) == option.format]
+        for group in problem.groups
+    ]
+    return [
+        {group.name: name for group, name in zip(problem.groups, mix, strict=True)} for mix in itertools.product(*names)
+    ]
+
+
+def _best_cost(problem: Problem, budget: float, pins: Mapping[str, str] | None = None) -> float:
+    """Of the cheapest mix within a budget."""
+    return min(problem.cost_s(mix) for mix in _all_mixes(problem, pins) if problem.harm(mix) <= budget * (1 + 1e-6))
+
+
+@pytest.fixture
+def random_problem() -> Callable[..., Problem]:
+    """``random_problem(seed, groups, options)``."""
+    return _random_problem
+
+
+@pytest.fixture
+def best_cost() -> Callable[..., float]:
+    """``best_cost(problem, budget, pins)``: of the cheapest mix, by trying all."""
+    return _best_cost
