@@ -162,17 +162,21 @@ class _Settlement:
         return bench
 
     def _baseline(self, bench: Bench, model: torch.nn.Module) -> Plan | None:
-        """Whole-model 16 bit: the study's, else what the rules give; None where the target has none."""
+        """Whole-model 16 bit: the study's, else what the rules give; None where there is none."""
         low = self.place.target.low_format
         if self.baseline is not None or low == "fp32":
             return self.baseline
         batch = bench.batches(bench.data_seed, 1)[0]
-        rulebook = load_rulebook()
 
         def run(model: torch.nn.Module) -> Any:
             return self.task.loss(model, batch)
 
-        return plan_for(model, self.place.target, run, "O1", self.task.mode, low, rulebook)
+        try:
+            return plan_for(model, self.place.target, run, "O1", self.task.mode, low, load_rulebook())
+        except Exception as exc:  # whatever the model raises in 16 bit
+            message = f"there is no {low} baseline to compare with: {type(exc).__name__}: {exc}"
+            self.progress(Progress(stage="trials", done=0, total=None, message=message))
+            return None
 
     def _try(self, bench: Bench, number: int, item: Enqueued) -> TrialRow:
         row = row_of(number, item, bench.trial(item.plan))

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -26,6 +27,11 @@ def _task(**changes) -> Task:
         ({"batches": [1, 2]}, "batches is [1, 2]"),
         ({"optimizer": None}, "needs optimizer(params)"),
         ({"mode": "evaluation"}, "allowed: 'training', 'inference'"),
+        ({"loss": None}, "loss is None, which can't be called"),
+        ({"metric": 3, "mode": "inference"}, "metric is 3, which can't be called"),
+        ({"metric": max}, "a training task is judged by the loss that it trains on"),
+        ({"direction": "maximize", "mode": "inference"}, "there is no metric: a loss is minimized"),
+        ({"direction": "up", "metric": max, "mode": "inference"}, "allowed: 'minimize', 'maximize'"),
     ],
 )
 def test_a_wrong_field_is_refused_at_once(changes, says):
@@ -36,6 +42,20 @@ def test_a_wrong_field_is_refused_at_once(changes, says):
 
 def test_inference_needs_no_optimizer():
     assert _task(mode="inference", optimizer=None).mode == "inference"
+
+
+def test_an_inference_task_may_be_judged_by_a_metric():
+    judged = {"mode": "inference", "optimizer": None, "metric": lambda model, batch: 0.5, "direction": "maximize"}
+    task = _task(**judged)
+    assert (task.measured, task.has_loss) == ("metric", True)
+    assert (task.evaluate(None, None).item(), task.loss(None, None).item()) == (0.5, 0.0)
+    assert (_task().measured, _task().evaluate(None, None).item()) == ("loss", 0.0)
+
+    alone = _task(**judged, loss=None)
+    assert not alone.has_loss
+    assert alone.loss(None, None).item() == 0.5  # whatever calls the model through its loss still can
+    other = dataclasses.replace(alone, metric=lambda model, batch: 0.25)
+    assert (other.has_loss, other.loss(None, None).item()) == (False, 0.25)
 
 
 def test_the_stream_starts_again_and_refuses_no_data():

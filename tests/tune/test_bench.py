@@ -3,14 +3,17 @@ import math
 import pytest
 import torch
 
+from autoprec.estimate import Estimate
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.tune.bench import WORST_GAP, Bench, Effort
 from autoprec.tune.checkpoint import Checkpoint
+from autoprec.tune.trainer import Trainer, take_batches
 
 pytestmark = pytest.mark.usefixtures("planted_clock")
 
 BF16 = Plan(rules=(PlanRule(match=("*",), formats=Formats.all("bf16")),))
 FP32 = Plan(rules=(), level="O0")
+CPU = torch.device("cpu")
 
 
 def _bench(task, budget=0.005) -> Bench:
@@ -69,7 +72,7 @@ def test_a_hopeless_loss_is_stopped_early(tiny):
 def test_a_hopeless_step_time_is_stopped_early_and_timed(tiny):
     outcome = _bench(tiny.make(low_s=0.04)).trial(BF16)
     assert outcome.state == "stopped"
-    assert outcome.note == "stopped after 5 steps, each of which took 4.0 times as long as in fp32"
+    assert outcome.note == "stopped after 8 steps, each of which took 4.0 times as long as in fp32"
     assert outcome.comparison.speedup.value == pytest.approx(0.25)
     assert outcome.comparison.speedup.rounds == 5
 
@@ -96,6 +99,69 @@ def test_an_exception_is_an_outcome(tiny):
         tiny.Planted.forward = forward
     assert (outcome.state, outcome.loss_gap) == ("failed", WORST_GAP * 0.005)
     assert outcome.note == "RuntimeError: no kernel for this format"
+
+
+def test_another_data_seed_gives_another_reading_of_the_same_plan(tiny):
+    bench = _bench(tiny.make())
+    first, other = bench.trial(BF16), bench.trial(BF16, seed=bench.data_seed + 1)
+    assert first.losses != other.losses
+    assert other.loss_gap == pytest.approx(bench.gap(BF16, bench.data_seed + 1, 20))
+    assert bench.trial(BF16, seed=bench.data_seed).losses == first.losses
+
+
+def test_batches_and_references_of_few_seeds_are_kept(tiny):
+    bench = _bench(tiny.make())
+    gaps = [bench.gap(BF16, seed, 5) for seed in range(9)]
+    assert len(bench._batches) == len(bench._references) == 4
+    assert bench.gap(BF16, 0, 5) == gaps[0]
+
+
+def _accuracy(model, batch):
+    """Share of the right signs; the planted model is right about half of the time."""
+    x, y = batch
+    return ((model(x) > 0) == (y > 0)).float().mean()
+
+
+def test_a_metric_is_judged_in_its_own_direction(tiny):
+    judged = {"mode": "inference", "optimizer": None, "metric": _accuracy, "poison": -1.0}
+    most = _bench(tiny.make(**judged, direction="maximize"), budget=0.5).trial(BF16)
+    least = _bench(tiny.make(**judged, direction="minimize"), budget=0.5).trial(BF16)
+    assert most.losses == least.losses
+    assert most.loss_gap == -least.loss_gap != 0
+    assert all(0 <= value <= 1 for value in most.losses)
+
+
+def test_a_metric_may_be_a_plain_number_and_not_finite(tiny):
+    judged = {"mode": "inference", "optimizer": None, "direction": "maximize"}
+    calls = []
+
+    def metric(model, batch):
+        calls.append(model(batch[0]).dtype)
+        return 1.0
+
+    assert _bench(tiny.make(**judged, metric=metric)).trial(BF16).loss_gap == 0.0
+    assert calls
+    broken = _bench(tiny.make(**judged, metric=lambda model, batch: model(batch[0]).sum(), poison=math.nan))
+    outcome = broken.trial(BF16)
+    assert (outcome.state, outcome.note) == ("diverged", "the metric is not finite at step 0")
+
+
+def test_memory_is_estimated_on_a_cpu_where_it_is_asked_for(tiny):
+    bench = _bench(tiny.make())
+    assert bench.trial(BF16).memory_bytes is None
+    bench.weighs = True
+    weighed = bench.trial(BF16).memory_bytes
+    assert isinstance(weighed, Estimate)
+    assert weighed.parts["optimizer"] == pytest.approx(4 * (16 * 16 + 16 + 16 + 1))  # momentum
+
+
+def test_a_plan_from_scratch_starts_at_fresh_weights(tiny):
+    task = tiny.make()
+    losses = tuple(Trainer(task, None, None, device=CPU, seed=0).losses(take_batches(task, 0, 10, CPU), 0))
+    bench = _bench(task)
+    bench.checkpoint = Checkpoint(weights=bench.checkpoint.weights, losses=losses, origin="")
+    assert bench.from_scratch(FP32, 60.0).gap == 0.0
+    assert bench.from_scratch(BF16, 60.0).gap != 0.0
 
 
 def test_the_noise_is_what_jitter_does(tiny):

@@ -82,6 +82,13 @@ def test_the_gap_is_relative_to_the_reference_on_the_same_steps(losses, referenc
     assert relative_gap(losses, reference) == pytest.approx(gap)
 
 
+def test_where_more_is_better_less_is_a_gap():
+    assert relative_gap([0.8, 0.7], [0.9, 0.7], "maximize") == pytest.approx(0.0625)
+    assert relative_gap([0.9, 0.8], [0.9, 0.7], "maximize") == pytest.approx(-0.0625)
+    assert relative_gap([-2.0], [-1.0], "maximize") == 1.0
+    assert math.isnan(relative_gap([math.nan], [1.0], "maximize"))
+
+
 def test_the_gap_of_a_diverged_run_is_nan_and_of_no_run_an_error():
     assert math.isnan(relative_gap([1.0, math.nan], [1.0, 1.0]))
     assert math.isnan(relative_gap([math.inf], [1.0]))

@@ -1,7 +1,11 @@
 import pytest
 
+from autoprec.estimate import Estimate
 from autoprec.measure import Measurement, describe_environment
-from autoprec.tune.result import Confirmation, TrialRow
+from autoprec.target import load_target
+from autoprec.tune.confirmation import Confirmation
+from autoprec.tune.result import TrialRow
+from autoprec.tune.scratch import FromScratch
 from autoprec.tune.verdict import make_evidence, say_faster, say_no_gain
 
 
@@ -21,8 +25,8 @@ def _row(name="search", speed=None, gap=0.001, **formats):
     )
 
 
-def _confirmed(accepted=True, why="faster, and the loss holds"):
-    return Confirmation(
+def _confirmed(accepted=True, why="faster, and the loss holds", **changes):
+    fields = dict(
         plan_sha256="search",
         name="search",
         loss_gap=_measured(0.001, -0.0005, 0.0025, "relative"),
@@ -35,6 +39,11 @@ def _confirmed(accepted=True, why="faster, and the loss holds"):
         holds_loss=accepted,
         why=why,
     )
+    return Confirmation(**{**fields, **changes})
+
+
+def _estimated():
+    return _confirmed(speedup=Estimate(value=1.5, unit="x", target="h100"), control=None)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +87,7 @@ def test_the_evidence_says_what_was_measured_where(tiny):
     environment = describe_environment()
     evidence = make_evidence(tiny.make(), _confirmed(), {"loss_gap": 1e-6}, 0.005, environment, "2026-01-01")
     assert evidence["throughput"] == {
+        "kind": "measured",
         "unit": "samples/s",
         "value": 1600.0,
         "baseline": pytest.approx(1066.67, rel=1e-4),
@@ -87,3 +97,44 @@ def test_the_evidence_says_what_was_measured_where(tiny):
     fp32 = make_evidence(tiny.make(), None, {"loss_gap": 1e-6}, 0.005, environment, "2026-01-01")
     assert (fp32["confirmed"], fp32["date"]) == (False, "2026-01-01")
     assert "speedup" not in fp32
+    refused = make_evidence(
+        tiny.make(), _confirmed(False, "no", loss_gap=None), {"loss_gap": 0.0}, 0.005, environment, "2026-01-01"
+    )
+    assert (refused["confirmed"], refused["refused"], refused["loss_gap"]) == (False, "no", None)
+    assert refused["speedup"]["value"] == 1.5
+
+
+def test_every_figure_of_an_estimated_plan_says_so(tiny):
+    text = say_faster(_row(), _estimated(), 0.005, "training")
+    assert text.startswith("The mix of trial 7 should train 1.50 (estimated for h100) times as fast as fp32; measured")
+    assert "formats emulated on d: a loss gap of +0.100%" in text
+    assert text.endswith("Unconfirmed: run 'autoprec tune --confirm plan.json' on h100.")
+
+    environment, target = describe_environment(), load_target("h100")
+    evidence = make_evidence(tiny.make(), _estimated(), {"loss_gap": 0.0}, 0.005, environment, "2026-01-01", target)
+    assert (evidence["kind"], evidence["confirmed"], evidence["control"]) == ("estimated", False, None)
+    assert evidence["loss_kind"] == f"measured (emulated operands on {environment.device})"
+    assert (evidence["speedup"]["kind"], evidence["throughput"]["kind"]) == ("estimated", "estimated")
+    assert evidence["loss_gap"]["kind"] == "measured"
+    assert "estimated for NVIDIA H100" in evidence["unconfirmed"]
+    fp32 = make_evidence(tiny.make(), None, {"loss_gap": 0.0}, 0.005, environment, "2026-01-01", target)
+    assert (fp32["kind"], fp32["confirmed"]) == ("estimated", False)
+
+    text = say_no_gain([], [_confirmed(False, "no", speedup=_estimated().speedup, control=None)], 0.005)
+    assert text.endswith("reads 1.50 (estimated for h100) times its speed, and was refused: no.")
+
+
+def test_a_run_from_scratch_is_said(tiny):
+    confirmation = _confirmed(from_scratch=FromScratch(gap=0.002, chaos=0.001, steps=200))
+    assert "seeds, and from fresh weights +0.200% over 200 steps; fp32" in say_faster(
+        _row(), confirmation, 0.005, "training"
+    )
+    evidence = make_evidence(tiny.make(), confirmation, {"loss_gap": 0.0}, 0.005, describe_environment(), "")
+    assert evidence["from_scratch"] == {"gap": 0.002, "chaos": 0.001, "steps": 200}
+
+
+def test_a_metric_is_called_one(tiny):
+    assert "at a metric gap of +0.100%" in say_faster(_row(), _confirmed(), 0.005, "inference", "metric")
+    task = tiny.make(mode="inference", optimizer=None, metric=lambda model, batch: 1.0, direction="maximize")
+    evidence = make_evidence(task, _confirmed(), {"loss_gap": 0.0}, 0.005, describe_environment(), "")
+    assert evidence["metric"] == "maximize"
