@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,10 @@ Answer = tuple[bool, str]
 #: FP8 tensor cores read both operands in pieces of 16 bytes.
 ALIGNMENT = 16
 _FP8_CAPABILITY = (8, 9)
+#: Asked once: Dynamo can't trace the question before torch 2.13.
+_AUTOCAST_KINDS = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
+)
 #: MI300's FP8 is the fnuz variant alone, MI355's the one everybody else has.
 _ROCM_FORMATS = {"gfx942": ("fp8_e4m3fnuz",), "gfx950": ("fp8_e4m3", "fp8_e5m2")}
 
@@ -41,11 +45,13 @@ class LinearSpec:
         recipe: how scaled formats get their scales; None casts without a scale.
         output_dtype: of the result; None gives the input's.  ``grad_input`` and ``grad_weight`` have the dtypes of the
             tensors they are gradients of.
+        mode: ``inference`` lets a backend hold the weight as its kernel wants it, and has no gradients to give.
     """
 
     formats: Formats
     recipe: Recipe | None = None
     output_dtype: torch.dtype | None = None
+    mode: Mode = "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +128,13 @@ class Backend:
     def reset(self) -> None:
         """Forgets what past models left behind, such as scales learned from their numbers; for use between trials."""
 
+    def forget(self, weights: Iterable[Tensor]) -> None:
+        """Drops what is held of these weights for inference."""
+
+    def held_bytes(self, weights: Iterable[Tensor]) -> int:
+        """Bytes that are held of these weights for inference, beside the weights themselves."""
+        return 0
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # what it keeps belongs to the weights of this process
 
@@ -189,6 +202,6 @@ def fp8_refusal(capability: tuple[int, int], architecture: str, formats: tuple[s
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """For a kernel's body: an outer autocast would round its fp32 product to 16 bit before it is scaled."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind):
+    if kind in _AUTOCAST_KINDS:
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
