@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from torch import Tensor
@@ -50,6 +50,19 @@ def reset_backends() -> None:
     """Lets every backend that was used forget what it keeps per weight: a trial starts from nothing."""
     for backend in _used.values():
         backend.reset()
+
+
+def forget_weights(weights: Iterable[Tensor]) -> None:
+    """Lets every backend that was used drop what it holds of these weights for inference."""
+    weights = list(weights)
+    for backend in _used.values():
+        backend.forget(weights)
+
+
+def held_bytes(weights: Iterable[Tensor]) -> int:
+    """Bytes that backends hold of these weights for inference, beside the weights themselves."""
+    weights = list(weights)
+    return sum(backend.held_bytes(weights) for backend in _used.values())
 
 
 def choose(

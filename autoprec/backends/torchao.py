@@ -1,18 +1,22 @@
-"""``torchao``: its float8 training function, on the model's own weight.
+"""``torchao``: its float8 training function, and its int8, int4 and fp8 weights for inference.
 
-torchao converts by replacing modules; here its autograd function alone is called, so that the module, its keys and its
-Parameters stay.  Without FP8 hardware torchao multiplies in fp32 itself.
+torchao converts by replacing modules or Parameters; here its autograd function alone is called, or its tensor held
+beside the Parameter, so that the module, its keys and its Parameters stay.  Without FP8 hardware torchao's training
+function multiplies in fp32 itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from autoprec.backends.base import (
     Answer,
@@ -25,6 +29,14 @@ from autoprec.backends.base import (
     refuse_op,
     refuse_shape,
 )
+from autoprec.backends.torchao_inference import (
+    HeldWeights,
+    has_training_kernel,
+    held_as,
+    kind_of,
+    multiply,
+    refuse_inference,
+)
 from autoprec.errors import BackendError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
@@ -35,7 +47,7 @@ _E4M3 = Formats.all("fp8_e4m3")
 
 
 class TorchaoBackend(Backend):
-    """torchao's recipes tensorwise, rowwise and rowwise_with_gw_hp."""
+    """In training torchao's recipes tensorwise, rowwise and rowwise_with_gw_hp; in inference weights held narrow."""
 
     name: ClassVar[str] = "torchao"
     speed: ClassVar[int] = 40  # without torch.compile it makes more passes over the operands than 'native'
@@ -43,6 +55,8 @@ class TorchaoBackend(Backend):
     def __init__(self) -> None:
         # Filled by supports(), which is asked before a model runs: a compiler can't trace torchao's import.
         self._kernels: dict[_Key, _Kernel] = {}
+        self._weights = HeldWeights()
+        self._eager: Callable[..., Tensor] = self._infer
 
     def available(self) -> Answer:
         try:
@@ -58,18 +72,22 @@ class TorchaoBackend(Backend):
         return True, f"torchao {found}"
 
     def wanted(self, gemm: Gemm) -> Answer:
-        if gemm.device.type != "cuda":
-            return False, f"on {gemm.device.type} it multiplies in fp32, and 'emulated' is the reference"
-        return True, ""
+        if gemm.device.type == "cuda" or (gemm.mode == "inference" and gemm.formats.weight in ("int8", "int4")):
+            return True, ""
+        return False, f"on {gemm.device.type} it multiplies in fp32, and 'emulated' is the reference"
 
     def supports(self, gemm: Gemm) -> Answer:
-        checks = (refuse_op, _refuse_recipe, refuse_shape, refuse_device)
+        if gemm.mode == "inference" and not has_training_kernel(gemm.formats, gemm.recipe, gemm.device, gemm.dtype):
+            return self._supports_held(gemm)
+        checks = (refuse_op, _refuse_integers, _refuse_recipe, refuse_shape, refuse_device)
         answer = first_refusal(gemm, checks, f"torchao's {_recipe_name(gemm.recipe)}")
         if answer[0]:
             self._prepare(gemm.recipe, gemm.device)
         return answer
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        if spec.mode == "inference" and not has_training_kernel(spec.formats, spec.recipe, x.device, x.dtype):
+            return self._eager(x, weight, bias, spec)
         kernel = self._kernels.get(_key(spec.recipe, x.device))
         if kernel is None:
             kernel = self._prepare(spec.recipe, x.device)
@@ -77,6 +95,37 @@ class TorchaoBackend(Backend):
             output = kernel.function.apply(x, weight.t(), kernel.mm_config, kernel.config)
         output = output.to(spec.output_dtype or x.dtype)
         return output if bias is None else output + bias.to(output.dtype)
+
+    def reset(self) -> None:
+        self._weights.clear()
+
+    def forget(self, weights: Iterable[Tensor]) -> None:
+        self._weights.forget(weights)
+
+    def held_bytes(self, weights: Iterable[Tensor]) -> int:
+        return self._weights.bytes(weights)
+
+    def _supports_held(self, gemm: Gemm) -> Answer:
+        answer = first_refusal(gemm, (refuse_op, refuse_inference), held_as(gemm))
+        if answer[0] and self._eager == self._infer:
+            # Asked before a model runs: a compiler can't trace what a weight is looked up by.
+            self._eager = torch.compiler.disable(self._infer, reason="torchao's tensor of a weight is made outside")
+        return answer
+
+    def _infer(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        kind, reason = kind_of(spec.formats, spec.recipe)
+        if kind is None:
+            raise BackendError(f"backend 'torchao': {reason}; ask supports() first")
+        if _functorch.is_functorch_wrapped_tensor(x):
+            raise BackendError("torchao's weights don't run in a torch.func transform; use the backend 'emulated'")
+        dtype = spec.output_dtype or x.dtype
+        rows = x.reshape(-1, x.shape[-1])
+        if x.is_meta or not rows.shape[0]:  # shapes alone; an expert without tokens, which kernels don't take
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(dtype)
+        with no_autocast(x):
+            output = multiply(rows, weight, self._weights.get(weight, kind, x.dtype), kind)
+            output = output if bias is None else output + bias.to(output.dtype)
+        return output.reshape(*x.shape[:-1], weight.shape[0]).to(dtype)
 
     def _prepare(self, recipe: Recipe | None, device: torch.device) -> _Kernel:
         key = _key(recipe, device)
@@ -128,6 +177,11 @@ def _kernel(key: _Key) -> _Kernel:
     with torch.device("meta"):
         layer = linear.Float8Linear(16, 16, config=config)
     return _Kernel(linear.matmul_with_hp_or_float8_args, layer.linear_mm_config, config)
+
+
+def _refuse_integers(gemm: Gemm) -> str:
+    integers = [name for name in gemm.used_formats if name in ("int8", "int4")]
+    return f"{integers[0]} is rounding without a gradient: torchao has it in mode='inference' alone" if integers else ""
 
 
 def _refuse_recipe(gemm: Gemm) -> str:

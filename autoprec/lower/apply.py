@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autoprec.backends.registry import choose
+from autoprec.backends.registry import choose, forget_weights
 from autoprec.frames.swap import FAST, FrameState, framed_methods, leaf_op, original_class, remove, set_frames
 from autoprec.graph.site import GEMM_OPS
 from autoprec.lower.caches import Caches, note_caches, restore_caches
@@ -18,7 +18,7 @@ from autoprec.lower.casts import NUMBER_OPS
 from autoprec.lower.fast.path import FastPath
 from autoprec.lower.foreign import guard_foreign_code
 from autoprec.lower.frame import CastFrame, Choice, Choices, frame_for
-from autoprec.lower.gemm import DTYPES, GemmSettings
+from autoprec.lower.gemm import DTYPES, GemmSettings, activation_dtype, needs_backend
 from autoprec.lower.matching import OpGlob, RuleMatcher
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.storage import Stored, restore, store
@@ -72,17 +72,15 @@ class FrameBuilder:
     def _backend(self, fqn: str, module: nn.Module, relevant: tuple[OpGlob, ...]) -> tuple[str, ...]:
         """The backend of a linear layer whose formats need one."""
         rule = self.matcher.rule(relevant, "linear", 0)
-        if (
-            rule is None
-            or leaf_op(original_class(module)) != "linear"
-            or rule.formats.input in (*DTYPES, FOLLOW, FIXED)
-        ):
+        if rule is None or leaf_op(original_class(module)) != "linear":
+            return ()
+        if not needs_backend(rule.formats, self.plan.mode):
             return ()
         weight: Any = module.weight
         if is_lazy(weight):
             self.backends[fqn] = "", "a lazy layer has no shape before its first call; call the model, then convert it"
             return ()
-        x = weight.new_empty((128, weight.shape[1]), dtype=DTYPES[self.settings.low])
+        x = weight.new_empty((128, weight.shape[1]), dtype=activation_dtype(rule.formats, self.settings))
         recipe = recipe_for((rule.formats.input, rule.formats.weight, rule.formats.grad_output), self.plan.recipe)
         backend, why = choose("linear", rule.formats, x, weight, rule.backend, self.plan.mode, recipe=recipe)
         self.backends[fqn] = ("" if backend is None else backend.name, why)
@@ -179,6 +177,7 @@ def undo(model: nn.Module) -> None:
     conversion = vars(model).pop(CONVERSION, None)
     vars(model).pop(FAST, None)
     forget(model.parameters())
+    forget_weights(model.parameters())
     for module in model.modules():
         remove(module)
     if conversion is None:

@@ -14,9 +14,10 @@ from autoprec.frames.mode import Action
 from autoprec.lower import casts
 from autoprec.lower.single import PRODUCTS, SingleGemm
 from autoprec.lower.weights import cast_weight
-from autoprec.plan import Formats
+from autoprec.plan import FIXED, FOLLOW, Formats
 from autoprec.recipes import recipe_for
 
+#: Formats that need no kernel of a backend.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,9 +83,10 @@ class QuantizedLinear:
 
     def __init__(self, formats: Formats, backend: str, settings: GemmSettings) -> None:
         self.kernel = get_backend(backend)
-        self.dtype = DTYPES[settings.low]
+        self.dtype = activation_dtype(formats, settings)
         recipe = recipe_for((formats.input, formats.weight, formats.grad_output), json.loads(settings.recipe))
-        self.spec = LinearSpec(formats=formats, recipe=recipe, output_dtype=self.dtype)
+        mode = "inference" if settings.mode == "inference" else "training"
+        self.spec = LinearSpec(formats=formats, recipe=recipe, output_dtype=self.dtype, mode=mode)
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
         return self._run(*args, **kwargs)
@@ -95,12 +97,25 @@ class QuantizedLinear:
         return self.kernel.linear(casts.cast(input, self.dtype), weight, bias, self.spec)
 
 
+def activation_dtype(formats: Formats, settings: GemmSettings) -> torch.dtype:
+    """What a backend gets and gives: the input's format, or the plan's 16-bit one where the input is narrower."""
+    return DTYPES[formats.input if formats.input in DTYPES else settings.low]
+
+
+def needs_backend(formats: Formats, mode: str) -> bool:
+    """Whether a GEMM in these formats needs a backend's kernel: a role that takes part is below 16 bit."""
+    if formats.input in (FOLLOW, FIXED):
+        return False
+    gradient = () if mode == "inference" else (formats.grad_output,)
+    return any(name not in DTYPES for name in (formats.input, formats.weight, *gradient))
+
+
 def gemm_action(op: str, formats: Formats, backend: tuple[str, ...], settings: GemmSettings) -> Action:
     """The action of a GEMM op; below 16 bit it is the plan's 16-bit format where no backend takes the site."""
-    if formats.input not in DTYPES and backend and op == "linear":
+    if needs_backend(formats, settings.mode) and backend and op == "linear":
         return QuantizedLinear(formats, backend[0], settings)
-    name = formats.input if formats.input in DTYPES else settings.low
-    cast = CastGemm(DTYPES[name], keep_weights=settings.mode == "inference")
-    if DTYPES[name] != torch.float32:
+    dtype = activation_dtype(formats, settings)
+    cast = CastGemm(dtype, keep_weights=settings.mode == "inference")
+    if dtype != torch.float32:
         return cast
-    return SingleGemm(op, "tf32" if name == "tf32" and op in PRODUCTS else "ieee", cast)
+    return SingleGemm(op, "tf32" if formats.input == "tf32" and op in PRODUCTS else "ieee", cast)

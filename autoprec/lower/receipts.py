@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from autoprec.backends.registry import held_bytes
 from autoprec.frames.swap import leaf_op, original_class
 from autoprec.graph.record import Recording
 from autoprec.graph.site import GEMM_OPS, Site
 from autoprec.lower.apply import Conversion, storage_format
-from autoprec.lower.gemm import DTYPES
+from autoprec.lower.gemm import needs_backend
 from autoprec.lower.matching import RuleMatcher
 from autoprec.lower.receipt import Receipt, Row
 from autoprec.lower.single import PRODUCTS
-from autoprec.plan import FIXED, FOLLOW, PlanRule
+from autoprec.plan import PlanRule
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -42,7 +43,7 @@ def _asked(matcher: RuleMatcher, conversion: Conversion, fqn: str, op: str) -> R
     if backend:
         why = _join(reason, answer, "how many tokens it gets isn't known before a call")
         return Row(site=fqn, op=op, asked=asked, got="", why=why, mechanism=f"backend:{backend}")
-    if rule is None or rule.formats.input in (*DTYPES, FOLLOW, FIXED):
+    if rule is None or not needs_backend(rule.formats, conversion.plan.mode):
         return Row(site=fqn, op=op, asked=asked, got="", why=reason, mechanism="none" if rule is None else "frame")
     low = storage_format(conversion.plan) or "fp32"
     why = f"will run in {low}: {answer or _why_not(rule, op, ())} (plan: {reason})"
@@ -91,7 +92,7 @@ def _got(site: Site, dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _why_not(rule: PlanRule | None, op: str, dtypes: tuple[torch.dtype, ...]) -> str:
-    if rule is not None and rule.formats.input not in DTYPES:
+    if rule is not None and needs_backend(rule.formats, "training"):
         return f"only linear layers have kernels below 16 bit, and this is {op!r}"
     if torch.float64 in dtypes:
         return "an operand is fp64, which is never narrowed"
@@ -114,4 +115,4 @@ def _extra_bytes(model: nn.Module, conversion: Conversion) -> int:
     from autoprec.lower.weights import kept_bytes
 
     stored = 0 if conversion.stored is None else conversion.stored.bytes
-    return stored + kept_bytes(model.parameters())
+    return stored + kept_bytes(model.parameters()) + held_bytes(model.parameters())
