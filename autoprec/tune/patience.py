@@ -154,13 +154,13 @@ class PatientStorage(BaseStorage):
 
 def storage_failure(exc: Exception) -> Exception | None:
     """What a database or disk said, out of what Optuna raised; None if it is about the call, not about the storage."""
-    from sqlalchemy.exc import DBAPIError, DisconnectionError, IntegrityError, TimeoutError
+    from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
     cause = exc.__cause__ if isinstance(exc, StorageInternalError) and isinstance(exc.__cause__, Exception) else exc
-    is_storage = isinstance(cause, (OSError, DBAPIError, DisconnectionError, TimeoutError, StorageInternalError))
     # a line of a journal that isn't JSON
     is_damage = isinstance(cause, json.JSONDecodeError) or str(cause) == "Invalid log format."
-    return cause if (is_storage and not isinstance(cause, IntegrityError)) or is_damage else None
+    is_storage = isinstance(cause, (OSError, SQLAlchemyError, StorageInternalError))
+    return cause if is_damage or (is_storage and not isinstance(cause, IntegrityError)) else None
 
 
 def is_lasting(failure: Exception) -> bool:
@@ -172,6 +172,7 @@ def is_lasting(failure: Exception) -> bool:
     if isinstance(failure, DBAPIError):
         may_pass = isinstance(failure, (OperationalError, InterfaceError, InternalError))
         return not (may_pass or failure.connection_invalidated) or bool(_LASTING.search(str(failure.orig)))
+    # what else SQLAlchemy says is of a connection that just broke; a damaged journal stays so
     return isinstance(failure, ValueError)
 
 

@@ -16,8 +16,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from autoprec.tune.lease import LEASE, Watch, own_lease
 
 #: User attributes.  What the attempts of one evaluation have in common; which of them this is; in how many of the
-#: earlier ones the process died; why a failed trial is the end of its evaluation; why it wasn't run.
+#: earlier ones the process died; why a failed trial is the end of its evaluation; why it wasn't run; its mix.
 EVALUATION, ATTEMPT, DEATHS, GIVEN_UP, WITHDRAWN = "evaluation", "attempt", "deaths", "given_up", "withdrawn"
+MIX = "mix"
 #: A mix that takes its process down is given up after so many.
 MAX_DEATHS = 3
 
@@ -42,8 +43,8 @@ def has_ended(trial: FrozenTrial) -> bool:
 
 
 def planned(trial: FrozenTrial) -> dict[str, Any]:
-    """The parameters that a trial was planned with or has got so far."""
-    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    """A trial's mix; empty where its process died before it had one."""
+    return trial.user_attrs.get(MIX) or trial.system_attrs.get("fixed_params", {})
 
 
 def enqueue(study: optuna.Study, params: dict[str, Any], attrs: dict[str, Any], system: dict[str, Any]) -> None:

@@ -58,7 +58,8 @@ _DRIVERS = {
 #: Two processes that make the tables at the same time disturb each other; the second try finds them made.
 _CLASH = re.compile(r"already exists|duplicate key|UNIQUE constraint", re.IGNORECASE)
 _ABSENT = re.compile(
-    r"connection refused|starting up|shutting down|timeout expired|closed the connection|recovery mode|too many|locked",
+    r"connection refused|no such file|starting up|shutting down|recovery mode|timeout expired|closed the connection"
+    r"|too many|locked",
     re.IGNORECASE,
 )
 

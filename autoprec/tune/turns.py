@@ -10,6 +10,7 @@ Storages offer no transactions over trials.  Three facts of theirs carry all of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autoprec.tune.lease import LEASE, Heart, Watch, worker_name
 from autoprec.tune.reclaim import (
     EVALUATION,
+    MIX,
     WITHDRAWN,
     attempt_of,
     enqueue,
@@ -33,6 +35,8 @@ from autoprec.tune.reclaim import (
 from autoprec.tune.storage import sole_process
 
 _OPEN = (TrialState.RUNNING, TrialState.WAITING)
+#: How long a process may take to choose a mix, as the others see it.
+_SETTLING_S, _SETTLING_POLL_S = 30.0, 0.1
 _NO_PLACE = "all wanted trials are taken"
 
 
@@ -88,6 +92,27 @@ class Turns:
                 return trial
             self._withdraw(trial, reason)
         return None
+
+    def settle(self, trial: Trial, mix: Mapping[str, Any], *, is_repeat: bool = False) -> bool:
+        """Say what the trial will measure.
+
+        Returns:
+            whether it may: not where a trial before it measures the same at this moment, and neither on purpose.  Then
+            it is withdrawn.
+        """
+        self._study._storage.set_trial_user_attr(trial._trial_id, MIX, dict(mix))
+        if is_repeat or self._frozen(trial).system_attrs.get("fixed_params"):
+            return True
+        deadline = time.monotonic() + _SETTLING_S
+        while True:
+            before = [t for t in self._trials()[: trial.number] if t.state == TrialState.RUNNING]
+            if any(planned(other) == mix for other in before):
+                self._withdraw(trial, "its mix is being measured")
+                return False
+            # one that has no mix yet may come to the same
+            if all(planned(other) or self._watch.is_stale(other) for other in before) or time.monotonic() > deadline:
+                return True
+            time.sleep(_SETTLING_POLL_S)
 
     def finish(self, trial: Trial, value: float | None = None, state: TrialState | None = None) -> bool:
         """Tell the trial's end; False where another process, taking this one for dead, ended it before."""
