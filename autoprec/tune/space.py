@@ -18,6 +18,8 @@ from autoprec.formats import FORMATS
 from autoprec.graph.site import Site
 from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule, ScalerSettings
+from autoprec.planner.problem import Problem
+from autoprec.tune.recipe_space import families, recipe_choices, recipe_defaults, recipe_settings
 
 #: The group of all sites that no other group has: norms, softmax, activations, additions.  No module has such a name.
 OTHER = "other ops"
@@ -103,7 +105,40 @@ class Space:
             rules.extend(self.base.rules)
         else:
             rules.append(self._rule(self.groups[-1], chosen[OTHER]))
-        return replace(self.base, rules=tuple(rules), scaler=self._scaler(rules, params))
+        return replace(
+            self.base,
+            rules=tuple(rules),
+            scaler=self._scaler(rules, params),
+            recipe=recipe_settings(self._families(params), params, self.base.recipe),
+        )
+
+    def settings(self, params: Params) -> dict[str, tuple[Any, ...]]:
+        """Parameters beside the mix that matter for it, and their values; more of them as they are chosen.
+
+        A trial asks for them until it has them all: a recipe's fields come after the recipe.
+        """
+        scaler = self.scaler_choices if self.plan_of(params).scaler.enabled else {}
+        return {**scaler, **recipe_choices(self._families(params), params)}
+
+    def defaults(self) -> dict[str, Any]:
+        """Values of all settings until better ones are known."""
+        prior = self.base.scaler
+        scaler = {"scaler.init_scale": prior.init_scale, "scaler.growth_interval": prior.growth_interval}
+        return {**scaler, **recipe_defaults(self.base.recipe)}
+
+    def pruned(self, problem: Problem, margin: float = 0.05) -> Space:
+        """Without the choices that can't win: others cost as much or less, and do no more harm.
+
+        Args:
+            problem: harm and cost of each choice.
+            margin: relative error of a cost; a choice within it stays.
+        """
+        kept = {group.name: _undominated(group, problem, margin, self.low_format) for group in self.groups}
+        groups = tuple(replace(group, choices=kept[group.name]) for group in self.groups)
+        return replace(self, groups=groups)
+
+    def _families(self, params: Params) -> tuple[str, ...]:
+        return families(str(params[group.name]) for group in self.groups)
 
     def _rule(self, group: Group, choice: str) -> PlanRule:
         formats = role_formats(choice, self.base.mode)
@@ -126,6 +161,18 @@ class Space:
             "pins": [[*pin.match, str(pin.formats)] for pin in self.pins],
             "scaler": {name: list(values) for name, values in self.scaler_choices.items()},
         }
+
+
+def _undominated(group: Group, problem: Problem, margin: float, low_format: str) -> tuple[str, ...]:
+    options = {o.format: o for g in problem.groups if g.name == group.name for o in g.options}
+
+    def is_beaten(name: str) -> bool:
+        mine = options[name]
+        return any(o.cost_s * (1 + margin) <= mine.cost_s and o.harm <= mine.harm for o in options.values())
+
+    # the baselines' choices stay: every study measures them
+    needed = ("fp32", low_format, group.rules_choice)
+    return tuple(name for name in group.choices if name in needed or name not in options or not is_beaten(name))
 
 
 def role_formats(choice: str, mode: str) -> Formats:

@@ -1,0 +1,287 @@
+"""How close to the best mix a study of 50 trials comes, on tables where every mix was measured.
+
+    python benchmarks/optimality.py                 # some minutes on one core; --gp adds Optuna's GP, which takes long
+
+Each study sees a table's loss gaps and seconds as trials would; the planner's own costs are off by 5% (log-normal, for
+each group and format).  ``share``: speed of the plan as a share of the fastest mix within the budget, found by looking
+at all of them.  ``overshoot``: part of the studies whose plan breaks the budget by more than 20%.
+
+Without noise a plan is the fastest trial within the budget.  With it each measured gap is off by what the tables' data
+seeds differ by; then our plan is chosen by what all trials say together and confirmed as ``autoprec tune`` does, and
+Optuna's samplers give the best trial within the budget, as ``study.best_trial`` does.
+
+Writes ``benchmarks/results/optimality.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from scipy.optimize import nnls
+from scipy.special import stdtrit
+
+from autoprec.atomic import write_text
+from autoprec.formats import FORMATS
+from autoprec.tune.objective import Belief
+from autoprec.tune.sampler import CONSTRAINT, REPEAT, PlanSampler
+
+RESULTS = Path(__file__).parent / "results"
+TABLES, MODELOPT, RESULT = (RESULTS / f"optimality{end}.json" for end in ("_tables", "_modelopt", ""))
+TRIALS, SEEDS, SHARES = 50, 10, (0.1, 0.25, 0.4)
+COST_ERROR, OVERSHOOT = 0.05, 1.2
+REFERENCE = "bf16"
+Mix = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """A table and a loss budget.
+
+    Args:
+        name: of the table.
+        choices: group → formats.
+        gap, cost: of every mix; cost in units of the fp32 step.
+        spread: standard deviation of one measurement of a gap: a constant, and a share of the gap.
+        scores: group → format → harm from one backward pass.
+        costs: group → format → share of the fp32 step.
+        fixed: share that no choice changes.
+        budget: largest allowed gap.
+        feasible: share of the mixes that are within it.
+    """
+
+    name: str
+    choices: dict[str, tuple[str, ...]]
+    gap: dict[Mix, float]
+    cost: dict[Mix, float]
+    spread: tuple[float, float]
+    scores: dict[str, dict[str, float]]
+    costs: dict[str, dict[str, float]]
+    fixed: float
+    budget: float
+    feasible: float
+
+    def noise(self, gap: float) -> float:
+        return math.hypot(self.spread[0], self.spread[1] * gap)
+
+    def best_cost(self) -> float:
+        return min(self.cost[mix] for mix, gap in self.gap.items() if gap <= self.budget)
+
+    def share(self, mix: Mix) -> float:
+        """Speed as a share of the optimum's."""
+        return self.best_cost() / self.cost[mix]
+
+
+def instances(tables: Mapping[str, Any]) -> Iterator[Instance]:
+    for name, table in tables.items():
+        choices = {group: tuple(names) for group, names in table["choices"].items()}
+        mixes = list(itertools.product(*choices.values()))
+        if len(table["gaps"]) != len(mixes):
+            print(f"{name}: {len(table['gaps'])} of {len(mixes)} mixes measured; left out")
+            continue
+        gaps = np.array(table["gaps"])
+        unit = table["fixed_s"] + sum(cost["fp32"] for cost in table["costs_s"].values())
+        costs = {g: {f: table["costs_s"][g][f] / unit for f in names} for g, names in choices.items()}
+        fixed = table["fixed_s"] / unit
+        means = gaps.mean(axis=1)
+        cost = [fixed + sum(costs[g][f] for g, f in zip(choices, mix, strict=True)) for mix in mixes]
+        (constant, share), _ = nnls(np.stack([np.ones(len(means)), means**2], 1), gaps.var(axis=1, ddof=1))
+        for q in SHARES:
+            yield Instance(
+                name=name,
+                choices=choices,
+                gap=dict(zip(mixes, means.tolist(), strict=True)),
+                cost=dict(zip(mixes, cost, strict=True)),
+                spread=(math.sqrt(constant), math.sqrt(share)),
+                scores=table.get("scores", {}),
+                costs=costs,
+                fixed=fixed,
+                budget=float(np.quantile(means, q)),
+                feasible=q,
+            )
+
+
+def uniform(instance: Instance) -> dict[str, dict[str, float]]:
+    """Harms of one who knows nothing but the formats: the square of their rounding error."""
+    return {g: {f: 4.0 ** -FORMATS[f].mantissa_bits for f in names} for g, names in instance.choices.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A finished one."""
+
+    instance: Instance
+    study: optuna.Study
+    noise: float
+    rng: np.random.Generator
+    seconds: float
+
+    def mixes(self) -> list[Mix]:
+        return [tuple(t.params[g] for g in self.instance.choices) for t in self.study.trials]
+
+    def best_feasible(self) -> Mix | None:
+        """The fastest trial that was read as within the budget."""
+        rows = [
+            (self.instance.cost[mix], mix)
+            for mix, t in zip(self.mixes(), self.study.trials, strict=True)
+            if t.constraints[CONSTRAINT] <= 0
+        ]
+        return min(rows)[1] if rows else None
+
+    def believed(self, sampler: PlanSampler) -> list[Mix]:
+        """Mixes that the trials together say are within the budget, the fastest first."""
+        beliefs: dict[Mix, Belief] = {}
+        mixes = self.mixes()
+        for number, belief in sampler.posterior(self.study.trials).items():
+            if sampler.objective.is_feasible(belief):
+                beliefs[mixes[number]] = belief
+        return sorted(beliefs, key=lambda mix: -beliefs[mix].speedup)
+
+    def confirmed(self, candidates: list[Mix], attempts: int = 4) -> Mix | None:
+        """The first candidate that three more measurements confirm, see ``autoprec.tune.confirm``."""
+        ceiling = math.inf
+        for mix in candidates[:attempts]:
+            truth = self.instance.gap[mix]
+            if truth >= ceiling:
+                continue
+            fresh = truth + self.instance.noise(truth) * self.rng.standard_normal(3)
+            error = max(float(fresh.std(ddof=1)), self.noise) / math.sqrt(3)
+            if fresh.mean() + float(stdtrit(2, 0.84)) * error <= self.instance.budget:
+                return mix
+        return None
+
+
+def run(instance: Instance, sampler: BaseSampler, seed: int, *, noisy: bool, trials: int = TRIALS) -> Study:
+    rng = np.random.default_rng([seed, 7])
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study.enqueue_trial(dict.fromkeys(instance.choices, REFERENCE))
+    known: dict[Mix, float] = {}
+    seconds = 0.0
+    for _ in range(trials):
+        start = time.perf_counter()
+        trial = study.ask()
+        mix = tuple(trial.suggest_categorical(g, names) for g, names in instance.choices.items())
+        seconds += time.perf_counter() - start
+        if mix not in known or study.trials[-1].system_attrs.get("autoprec:origin") == REPEAT:
+            truth = instance.gap[mix]
+            known[mix] = truth + noisy * instance.noise(truth) * rng.standard_normal()
+        trial.set_constraint(CONSTRAINT, known[mix] - instance.budget)
+        study.tell(trial, 1 / instance.cost[mix])
+    noise = instance.noise(instance.budget) if noisy else 0.0
+    return Study(instance=instance, study=study, noise=noise, rng=rng, seconds=seconds / trials)
+
+
+def ours(instance: Instance, seed: int, *, noisy: bool, scored: bool = True, only_front: bool = False) -> PlanSampler:
+    rng = np.random.default_rng([seed, 11])
+    costs = {
+        g: {f: cost * math.exp(COST_ERROR * rng.standard_normal()) for f, cost in by_format.items()}
+        for g, by_format in instance.costs.items()
+    }
+    return PlanSampler(
+        instance.scores if scored and instance.scores else uniform(instance),
+        costs,
+        instance.budget,
+        fixed=instance.fixed,
+        noise=instance.noise(instance.budget) if noisy else 0.0,
+        seed=seed,
+        only_front=only_front,
+    )
+
+
+METHODS: dict[str, Callable[[Instance, int, bool], BaseSampler]] = {
+    "autoprec": lambda i, s, noisy: ours(i, s, noisy=noisy),
+    "autoprec, no scores": lambda i, s, noisy: ours(i, s, noisy=noisy, scored=False),
+    "solved front, bisected": lambda i, s, noisy: ours(i, s, noisy=noisy, only_front=True),
+    "random": lambda i, s, noisy: RandomSampler(seed=s),
+    "TPE": lambda i, s, noisy: TPESampler(seed=s),
+    "NSGA-II": lambda i, s, noisy: NSGAIISampler(seed=s, population_size=10),
+    "GP": lambda i, s, noisy: GPSampler(seed=s, deterministic_objective=not noisy),
+}
+
+
+def judge(method: str, instance: Instance, seeds: range, *, noisy: bool) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for seed in seeds:
+        sampler = METHODS[method](instance, seed, noisy)
+        done = run(instance, sampler, seed, noisy=noisy)
+        picked = done.best_feasible()
+        row: dict[str, Any] = {"sampler_ms": 1e3 * done.seconds, "to_99_pct": _trials_to(done, 0.99)}
+        if noisy and isinstance(sampler, PlanSampler):
+            candidates = done.believed(sampler)
+            row["unconfirmed"] = candidates[0] if candidates else None
+            picked = done.confirmed(candidates)
+        row["picked"] = picked
+        rows.append(row)
+    return _summary(instance, rows, noisy=noisy)
+
+
+def _trials_to(done: Study, share: float) -> float:
+    """Trials until one within the budget in truth has that share of the optimum's speed."""
+    for k, mix in enumerate(done.mixes(), start=1):
+        if done.instance.gap[mix] <= done.instance.budget and done.instance.share(mix) >= share:
+            return k
+    return math.inf
+
+
+def _summary(instance: Instance, rows: list[dict[str, Any]], *, noisy: bool) -> dict[str, Any]:
+    reference = tuple(REFERENCE for _ in instance.choices)
+
+    def share(mix: Mix | None) -> float:
+        return 100 * instance.share(reference if mix is None else mix)
+
+    def breaks(mix: Mix | None) -> bool:
+        return mix is not None and instance.gap[mix] > OVERSHOOT * instance.budget
+
+    found = {
+        "share_pct": median(share(row["picked"]) for row in rows),
+        "share_min_pct": min(share(row["picked"]) for row in rows),
+        "to_99_pct": median(row["to_99_pct"] for row in rows),
+        "sampler_ms": median(row["sampler_ms"] for row in rows),
+        "studies": len(rows),
+    }
+    if noisy:
+        found["overshoot_pct"] = 100 * sum(breaks(row["picked"]) for row in rows) / len(rows)
+        if "unconfirmed" in rows[0]:
+            found["overshoot_unconfirmed_pct"] = 100 * sum(breaks(row["unconfirmed"]) for row in rows) / len(rows)
+            found["share_unconfirmed_pct"] = median(share(row["unconfirmed"]) for row in rows)
+    return {k: None if v == math.inf else round(v, 2) for k, v in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--methods", nargs="*", default=[name for name in METHODS if name != "GP"])
+    parser.add_argument("--gp", type=int, default=0, help="so many seeds of Optuna's GP as well")
+    parser.add_argument("--tables", nargs="*")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    tables = json.loads(TABLES.read_text())
+    rows = []
+    for instance in instances({k: t for k, t in tables["tables"].items() if k in (options.tables or tables["tables"])}):
+        for method in [*options.methods, *(["GP"] if options.gp else [])]:
+            for noisy in (False, True):
+                seeds = range(options.gp if method == "GP" else options.seeds)
+                row = judge(method, instance, seeds, noisy=noisy)
+                case = {"table": instance.name, "feasible": instance.feasible, "method": method, "noisy": noisy}
+                rows.append(
+                    case | {"noise_of_budget": round(instance.noise(instance.budget) / instance.budget, 3)} | row
+                )
+                print(rows[-1], flush=True)
+    if not options.dry:
+        write_text(RESULT, json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
