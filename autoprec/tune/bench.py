@@ -124,7 +124,11 @@ class Bench:
         a CPU.
         """
         if self._baseline is None:
-            self._baseline = self.trainer(None)
+            with own_random_state(self.device):
+                baseline = self.trainer(None)
+                # an optimizer has no state before its first step, and what is weighed later mustn't count it
+                baseline.finished_step(self.batches(self.data_seed, self.effort.steps)[0])
+            self._baseline = baseline
         self._baseline.restore()
         return self._baseline
 
@@ -133,7 +137,6 @@ class Bench:
         if self._estimator is None:
             batch = self.batches(self.data_seed, self.effort.steps)[0]
             with own_random_state(self.device):
-                self.measure_step_s(1)  # an optimizer has no state before its first step
                 self._estimator = record_estimator(
                     self.task,
                     self.trainer(None).model,

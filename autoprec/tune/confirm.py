@@ -10,15 +10,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
 from scipy.special import stdtrit
 
 from autoprec.measure import Measurement, describe_environment
 from autoprec.plan import Plan
-from autoprec.tune.bench import Bench
 from autoprec.tune.confirmation import Confirmation
 from autoprec.tune.result import TrialRow
-from autoprec.tune.speed import Speed, say_times, upper_end
+from autoprec.tune.speed import Speed, is_behind, say_times
+
+if TYPE_CHECKING:
+    from autoprec.tune.bench import Bench
+    from autoprec.tune.worker import WorkerBench
 
 NUM_SEEDS = 3
 MAX_ATTEMPTS = 4
@@ -46,7 +50,7 @@ class Confirmer:
         scratch_limit_s: of the run from fresh weights, where the checkpoint was trained here from such; 0 for none.
     """
 
-    bench: Bench
+    bench: Bench | WorkerBench
     noise: float
     steps: int
     rounds: int
@@ -163,8 +167,9 @@ class Confirmer:
         if not speed.is_faster:
             beyond = "the noise" if speed.control else "what an estimate may miss"
             return speed, f"no faster than fp32 beyond {beyond}"
-        if rival is not None and speeds["rival"].speedup.value > upper_end(speed.speedup):
-            return speed, f"slower than the 16-bit baseline ({say_times(speeds['rival'].speedup)})"
+        if rival is not None and is_behind(speed, speeds["rival"]):
+            how = "slower than" if speed.control else "not surely faster than"
+            return speed, f"{how} the 16-bit baseline ({say_times(speeds['rival'].speedup)})"
         return speed, ""
 
     def _interval(self, gaps: Sequence[float]) -> tuple[Measurement, float]:

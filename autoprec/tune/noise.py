@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import StudyError
-from autoprec.tune.bench import Bench
+
+if TYPE_CHECKING:
+    from autoprec.tune.bench import Bench
+    from autoprec.tune.worker import WorkerBench
 
 #: Steps of a trial where fewer don't show a gap of the budget's size.
 MAX_STEPS = 50
@@ -77,7 +80,7 @@ def between_seeds(pairs: Sequence[tuple[float, float]], budget: float) -> float 
     return math.sqrt(sum((a - b) ** 2 / 2 for a, b in near) / len(near)) if near else None
 
 
-def measure_noise(bench: Bench) -> Noise:
+def measure_noise(bench: Bench | WorkerBench) -> Noise:
     """The chaos, with trials as long as they must be for the budget to stand clear of it.
 
     Sets ``bench.effort.steps``.
@@ -94,12 +97,12 @@ def measure_noise(bench: Bench) -> Noise:
     return noise
 
 
-def _chaos(bench: Bench) -> Noise:
+def _chaos(bench: Bench | WorkerBench) -> Noise:
     seeds = bench.data_seed, bench.data_seed + 1
     return Noise(chaos=bench.noise(seeds), steps=bench.effort.steps, seeds=len(seeds))
 
 
-def refuse_budget(noise: Noise, bench: Bench) -> str:
+def refuse_budget(noise: Noise, bench: Bench | WorkerBench) -> str:
     """Why the budget can't be told from chance, and what would help; empty if it can."""
     if bench.budget >= CLEAR * noise.sigma:
         return ""

@@ -13,7 +13,7 @@ from autoprec.estimate import Estimate, estimate_from_json
 from autoprec.measure import Measurement, measurement_from_json
 
 #: A gain that an estimate may miss: it leaves out what overlaps, and what a framework adds.
-_SURE_GAIN = 1.05
+SURE_GAIN = 1.05
 #: Standard errors on each side of a 95% interval.
 _INTERVAL = 1.96
 
@@ -86,7 +86,7 @@ class EstimatedComparison:
     @property
     def is_faster(self) -> bool:
         """Faster by more than an estimate may miss."""
-        return self.speedup.value > _SURE_GAIN
+        return self.speedup.value > SURE_GAIN
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -111,9 +111,12 @@ def standard_error(figure: Measurement | Estimate) -> float:
     return (figure.high - figure.low) / (2 * _INTERVAL) if isinstance(figure, Measurement) else 0.0
 
 
-def upper_end(figure: Measurement | Estimate) -> float:
-    """The largest value that the figure leaves open."""
-    return figure.high if isinstance(figure, Measurement) else figure.value
+def is_behind(speed: Speed, rival: Speed) -> bool:
+    """Whether the rival is the better choice: measurably faster, or not surely slower where both are estimates."""
+    mine, other = speed.speedup, rival.speedup
+    if isinstance(mine, Measurement):
+        return other.value > mine.high
+    return mine.value < SURE_GAIN * other.value
 
 
 def say_times(figure: Measurement | Estimate) -> str:

@@ -2,8 +2,8 @@ import pytest
 
 from autoprec.errors import UsageError
 from autoprec.estimate import Estimate
-from autoprec.measure import Measurement
-from autoprec.tune.speed import EstimatedComparison, figure_from_json, say_times, standard_error, upper_end
+from autoprec.measure import Comparison, Measurement
+from autoprec.tune.speed import EstimatedComparison, figure_from_json, is_behind, say_times, standard_error
 
 MEASURED = Measurement(value=1.5, low=1.4, high=1.6, rounds=9, unit="x", device="d")
 ESTIMATED = Estimate(value=1.5, unit="x", target="h100")
@@ -42,6 +42,19 @@ def test_what_is_neither_is_refused():
 def test_only_a_measured_figure_has_an_interval():
     assert standard_error(MEASURED) == pytest.approx(0.2 / (2 * 1.96))
     assert standard_error(ESTIMATED) == 0
-    assert (upper_end(MEASURED), upper_end(ESTIMATED)) == (1.6, 1.5)
     assert say_times(MEASURED) == "1.50 (1.40 to 1.60)"
     assert say_times(ESTIMATED) == "1.50 (estimated for h100)"
+
+
+@pytest.mark.parametrize(("rival", "behind"), [(1.39, False), (1.59, False), (1.61, True)])
+def test_a_rival_must_be_measurably_faster(rival, behind):
+    def measured(value):
+        figure = Measurement(value=value, low=value - 0.1, high=value + 0.1, rounds=9, unit="x", device="d")
+        return Comparison(speedup=figure, control=figure, candidate_s=1.0, baseline_s=value)
+
+    assert is_behind(measured(1.5), measured(rival)) is behind
+
+
+@pytest.mark.parametrize(("rival", "behind"), [(1.4, False), (1.44, True), (1.6, True)])
+def test_of_two_estimates_the_rival_stays_unless_it_is_surely_slower(rival, behind):
+    assert is_behind(_compared(1.0, 1.5), _compared(1.0, rival)) is behind
