@@ -39,6 +39,7 @@ OnProgress = Callable[[int, int, str], None]
 _MAX_COPIES, _COPIES_S = 8, 3e-4
 #: Elements of the two tensors whose casts are timed: one in a core's cache, one beyond.
 _CPU_CASTS, _GPU_CASTS = (2**12, 2**20), (2**16, 2**24)
+_COPIED_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,17 +230,15 @@ class _Bench:
         known = self.ruler.known(key)
         if known is not None:
             return known
-        training = self.mode == "training"
-        tensors = [
-            torch.randn(numel, device=self.ruler.device).to(DTYPES[source]).requires_grad_(training)
-            for _ in range(_MAX_COPIES)
-        ]
+        training, copies = self.mode == "training", min(_MAX_COPIES, 1 + _COPIED_ELEMENTS // numel)
+        given = [torch.randn(numel, device=self.ruler.device).to(DTYPES[source]) for _ in range(copies)]
+        tensors = [tensor.requires_grad_(training) for tensor in given]
 
         def cast() -> list[torch.Tensor]:
             return [tensor.to(DTYPES[format]) for tensor in tensors]
 
         step = forward_backward(cast, tensors) if training else no_grad(cast)
-        reading = self.ruler.read({format: step}, f"cast of {numel} {source} to", len(tensors))[format]
+        reading = self.ruler.read({format: step}, f"cast of {numel} {source} to", copies)[format]
         return self.ruler.keep(key, reading)
 
     def costs(

@@ -19,8 +19,8 @@ from autoprec.graph.site import Site
 from autoprec.lower.casts import CASTABLE
 from autoprec.plan import Mode
 
-#: ``derived`` is a view of a parameter; a ``value`` is an integer or a mask, whose numbers count.
-Role = Literal["parameter", "derived", "activation", "value"]
+#: ``stored`` is a buffer, or a view of one or of a parameter; a ``value`` is an integer or a mask: its numbers count.
+Role = Literal["parameter", "stored", "activation", "value"]
 
 _PLAIN = (bool, int, float, str, slice, torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
 #: What a convolution layer's forward adds to its arguments.
@@ -91,9 +91,13 @@ def record_calls(model: nn.Module, run: Run, mode: Mode = "training") -> list[Op
         mode: ``training`` also notes which arguments get a gradient.
     """
     calls: dict[tuple[str, str], OpCall] = {}
+    stored = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def spec(leaf: Any) -> Any:
+        return _spec(leaf, stored, mode == "training")
 
     def observe(call: Call) -> None:
-        described = _describe(call, mode == "training")
+        described = _describe(call, spec)
         known = calls.get((described.site.id, described.key))
         calls[described.site.id, described.key] = replace(described, count=1 if known is None else known.count + 1)
 
@@ -101,11 +105,11 @@ def record_calls(model: nn.Module, run: Run, mode: Mode = "training") -> list[Op
     return list(calls.values())
 
 
-def _describe(call: Call, training: bool) -> OpCall:
+def _describe(call: Call, spec: Callable[[Any], Any]) -> OpCall:
     kwargs = dict(call.kwargs)
     if kwargs.get("inplace") is True:
         kwargs["inplace"] = False  # what gets a gradient can't be written; out of place costs nearly the same
-    given = pytree.tree_map(lambda leaf: _spec(leaf, training), (tuple(call.args), kwargs))
+    given = pytree.tree_map(spec, (tuple(call.args), kwargs))
     words = json.dumps([call.site.op, call.site.leaf, _settings(call.func), _words(given)], sort_keys=True)
     return OpCall(
         site=call.site,
@@ -117,16 +121,16 @@ def _describe(call: Call, training: bool) -> OpCall:
     )
 
 
-def _spec(leaf: Any, training: bool) -> Any:
+def _spec(leaf: Any, stored: set[int], training: bool) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
         return leaf
     role: Role = "activation"
     if isinstance(leaf, nn.Parameter):
         role = "parameter"
-    elif leaf._is_view() and isinstance(leaf._base, nn.Parameter):
-        role = "derived"
     elif not leaf.is_floating_point():
         role = "value"
+    elif id(leaf) in stored or (leaf._is_view() and id(leaf._base) in stored):
+        role = "stored"
     return TensorSpec(
         role=role,
         shape=tuple(leaf.shape),

@@ -1,6 +1,6 @@
 """One recorded call as a small module of its own, converted as the model would be, and a step of it to time.
 
-A parameter is a parameter again, so that its cast is in the step.  A view of a parameter stays fp32, as in the model.
+A parameter is a parameter again, so that its cast is in the step; buffers and views of parameters stay fp32 too.
 Activations come in the format that the op's neighbours would store them in.
 """
 

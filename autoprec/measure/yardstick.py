@@ -21,9 +21,11 @@ from autoprec.measure.timing import Step, measure_ratios
 
 #: A reading takes at least this long, by repeating a short step.
 _READING_S = 0.0025
+#: What a look beforehand, at how often to repeat it, takes at least.
+_LOOK_S, _MAX_CALLS = 0.0005, 1024
 #: The rounds of one comparison take about this long, as far as they are few or many enough.
 _COMPARISON_S = 0.15
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 11
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 9
 #: Rows of the yardstick's matrices: a millisecond or so.
 _CPU_SIZE, _GPU_SIZE = 384, 4096
 _UNIT_READINGS = 20
@@ -105,14 +107,12 @@ class Ruler:
 
 
 def seconds_of(step: Step, device: torch.device) -> float:
-    """About how long one call takes: the best of a few after the first."""
+    """About how long one call takes, after a first one; the better of two looks."""
     _timed(step, device)
-    best = math.inf
-    for _ in range(3):
-        best = max(1e-9, min(best, _timed(step, device)))
-        if best > _READING_S:
-            break
-    return best
+    calls = 1
+    while _timed(_repeated(step, calls), device) < _LOOK_S and calls < _MAX_CALLS:
+        calls *= 4
+    return max(1e-9, min(_timed(_repeated(step, calls), device) for _ in range(2)) / calls)
 
 
 def _timed(step: Step, device: torch.device) -> float:
