@@ -49,15 +49,20 @@ def estimate_step(
     trained: dict[str, int] = {}
     for item in place(rows, formats_of, low):
         kind = "products" if item.site.is_gemm else "other"
-        parts[kind] += _op_seconds(item, roof, low, mode)
-        parts["casts"] += _cast_seconds(item, roof, mode)
+        parts[kind] += op_seconds(item, roof, low, mode)
+        parts["casts"] += sum(cast_seconds(c.numel, c.source, c.format, roof, mode) for c in item.casts)
         trained[item.site.module] = max(trained.get(item.site.module, 0), item.site.num_params)
     if mode == "training":
         parts["optimizer"] = roof.seconds(ADAM_BYTES * sum(trained.values()))
     return Estimate(value=sum(parts.values()), unit="s", target=target.name, parts=parts, assumptions=ASSUMPTIONS)
 
 
-def _op_seconds(item: Placed, roof: Roofline, low: str, mode: Mode) -> float:
+def op_seconds(item: Placed, roof: Roofline, low: str, mode: Mode) -> float:
+    """Seconds of one step that a site takes, the casts of its weight included and those of its activations not.
+
+    Raises:
+        TargetError: a peak or the bandwidth isn't known.
+    """
     site = item.site
     if item.is_view:
         return 0.0
@@ -75,10 +80,14 @@ def _op_seconds(item: Placed, roof: Roofline, low: str, mode: Mode) -> float:
     return forward + backward + weights
 
 
-def _cast_seconds(item: Placed, roof: Roofline, mode: Mode) -> float:
-    """Each cast forward is one of the gradient backward."""
+def cast_seconds(numel: int, source: str, format_name: str, roof: Roofline, mode: Mode) -> float:
+    """Seconds of one step that casting an activation takes; each cast forward is one of the gradient backward.
+
+    Raises:
+        TargetError: the bandwidth isn't known.
+    """
     times = 2 if mode == "training" else 1
-    return sum(times * roof.seconds(c.numel * (bytes_of(c.source) + bytes_of(c.format))) for c in item.casts)
+    return times * roof.seconds(numel * (bytes_of(source) + bytes_of(format_name)))
 
 
 def _linear_shape(site: Site) -> LinearShape:

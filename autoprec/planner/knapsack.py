@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, eye_array, hstack, vstack
+from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 
 from autoprec.planner.arrays import Arrays
 
@@ -59,13 +59,18 @@ def pack(arrays: Arrays, budget: float, *, rel_gap: float, time_limit_s: float) 
     unit = np.abs(lowest).sum() + abs(arrays.problem.fixed_s) or 1.0
     constant = (lowest.sum() + arrays.problem.fixed_s) / unit
     objective = (cost - lowest[group]) / unit + np.where(group == 0, constant, 0.0)
-    objective = np.concatenate([objective, arrays.cast / unit])
+    edges = [(firm, np.nonzero(cast)[0]) for firm, cast in enumerate(arrays.cast.T)]
+    casts = np.concatenate([arrays.cast[pairs, firm] for firm, pairs in edges])
+    objective = np.concatenate([objective, casts / unit])
     with _quiet_stdout():
         found = milp(
             objective,
-            integrality=np.concatenate([np.ones(len(group)), np.zeros(len(arrays.cast))]),
+            integrality=np.concatenate([np.ones(len(group)), np.zeros(len(casts))]),
             bounds=Bounds(0, 1),
-            constraints=_constraints(arrays, group, option, harm, budget),
+            constraints=[
+                *_choice_and_budget(arrays, group, harm, budget, len(casts)),
+                *_casts(arrays, group, option, edges),
+            ],
             options={"mip_rel_gap": rel_gap, "time_limit": time_limit_s},
         )
     bound = -np.inf if found.mip_dual_bound is None else found.mip_dual_bound * unit - arrays.problem.fixed_s
@@ -77,30 +82,39 @@ def pack(arrays: Arrays, budget: float, *, rel_gap: float, time_limit_s: float) 
     return Packed(choice, bound)
 
 
-def _constraints(
-    arrays: Arrays, group: np.ndarray, option: np.ndarray, harm: np.ndarray, budget: float
+def _choice_and_budget(
+    arrays: Arrays, group: np.ndarray, harm: np.ndarray, budget: float, num_edges: int
 ) -> list[LinearConstraint]:
-    """One option a group, the budget, and a cast where the ends of an edge differ."""
-    num_options, num_edges = len(group), len(arrays.cast)
-    columns = np.arange(num_options)
-    ones = csr_array((np.ones(num_options), (group, columns)), shape=(len(arrays.harm), num_options))
-    nothing = csr_array((len(arrays.harm), num_edges))
+    """One option a group, and harms in units of the budget."""
     scale = budget if budget > 0 else np.abs(harm).max(initial=0.0) or 1.0
     weights = np.concatenate([harm / scale, np.zeros(num_edges)])
-    found = [
-        LinearConstraint(hstack([ones, nothing]), 1, 1),
+    return [
+        LinearConstraint(hstack([_of_group(arrays, group), csr_array((len(arrays.harm), num_edges))]), 1, 1),
         LinearConstraint(csr_array(weights[None]), -np.inf, budget / scale),
     ]
-    if num_edges and arrays.num_storages > 1:
-        a, b = (ones[ends] for ends in arrays.edges.T)
-        stored = arrays.storage[group, option]
-        blocks = []
-        for k in range(1, arrays.num_storages + 1):
-            same = csr_array((np.where(stored == k, 1.0, 0.0), (columns, columns)))
-            fits = csr_array((np.where((stored == k) | (stored == 0), 1.0, 0.0), (columns, columns)))
-            blocks.append(hstack([a @ same - b @ fits, -eye_array(num_edges)]))
-        found.append(LinearConstraint(vstack(blocks, format="csr"), -np.inf, 0))
-    return found
+
+
+def _casts(
+    arrays: Arrays, group: np.ndarray, option: np.ndarray, edges: list[tuple[int, np.ndarray]]
+) -> list[LinearConstraint]:
+    """A cast where the ends of an edge differ."""
+    ones, kinds = _of_group(arrays, group), arrays.storage[group, option]
+    y = csr_array(eye_array(sum(len(pairs) for _, pairs in edges)))
+    blocks, start = [], 0
+    for firm, pairs in edges:
+        stored = arrays.labels[firm, kinds]
+        a, b = (ones[ends] for ends in arrays.edges[pairs].T)
+        for k in np.unique(stored[stored > 0]) if len(pairs) else ():
+            same, fits = diags_array(1.0 * (stored == k)), diags_array(1.0 * ((stored == k) | (stored == 0)))
+            blocks.append(hstack([a @ same - b @ fits, -y[start : start + len(pairs)]]))
+        start += len(pairs)
+    return [LinearConstraint(vstack(blocks, format="csr"), -np.inf, 0)] if blocks else []
+
+
+def _of_group(arrays: Arrays, group: np.ndarray) -> csr_array:
+    """Which options a group has, ``[G, options]``."""
+    columns = np.arange(len(group))
+    return csr_array((np.ones(len(group)), (group, columns)), shape=(len(arrays.harm), len(group)))
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """The cheapest mix within a harm budget, by a price on harm: fast for thousands of groups and hundreds of budgets.
 
 For a price λ the cheapest mix of ``cost + λ·harm`` is found exactly where the edges form a tree, by dynamic programming
-over the groups' storage formats.  Of other edges the heaviest that form a tree count exactly, and the rest by what the
+over the groups' kinds of storage.  Of other edges the heaviest that form a tree count exactly, and the rest by what the
 mix before had at their other end.  λ is searched on a grid that narrows, and swaps of single groups spend what is left
 of the budget.  The same prices give a lower bound, so that every answer says how far it can be from the best one.
 
 Dimensions: Q questions (harms and costs of their own), B budgets a question, W prices a question, N = Q·W mixes,
-G groups, F options, K storage formats.
+G groups, F options, K kinds of storage.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class _Search:
         return harm
 
     def _by_storage(self, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest ``cost + price · harm`` of each storage and its option, ``[G, K + 1, N]`` each."""
+        """The lowest ``cost + price · harm`` of each storage and its option, ``[G, K, N]`` each."""
         arrays = self._questions.arrays
-        best = np.full((len(arrays.harm), arrays.num_storages + 1, prices.size), np.inf)
+        best = np.full((len(arrays.harm), arrays.labels.shape[1], prices.size), np.inf)
         option = np.zeros(best.shape, dtype=np.int16)
         for f in range(arrays.harm.shape[1]):
             groups = np.nonzero(arrays.allowed[:, f])[0]
@@ -139,12 +139,12 @@ class _Search:
         return best, option
 
     def _outside(self, states: np.ndarray) -> np.ndarray:
-        """Half of what each edge outside the tree costs either end by the other's storage, ``[G, K + 1, N]``."""
+        """Half of what each edge outside the tree costs either end by the other's storage, ``[G, K, N]``."""
         arrays = self._questions.arrays
-        extra = np.zeros((len(states), arrays.num_storages + 1, states.shape[1]))
+        extra = np.zeros((len(states), arrays.labels.shape[1], states.shape[1]))
         for e in self._tree.outside:
             a, b = arrays.edges[e]
-            half = arrays.cast[e] / 2 * arrays.differs
+            half = arrays.pair_cost[e] / 2
             extra[a] += half[:, states[b]]
             extra[b] += half[:, states[a]]
         return extra

@@ -31,12 +31,18 @@ class Option:
         harm: what it adds to the loss gap, in any unit that is the same for all; 0 for the reference.
         cost_s: seconds of a step that the group takes in it.
         storage: 16- or 32-bit format of what it reads and gives; :data:`ANY_STORAGE` follows its neighbours.
+        firm_storage: the same at firm edges; ``storage`` by default.
     """
 
     format: str
     harm: float
     cost_s: float
     storage: str = ANY_STORAGE
+    firm_storage: str | None = None
+
+    def stored(self, *, firm: bool) -> str:
+        """The format at one kind of edge."""
+        return self.storage if self.firm_storage is None or not firm else self.firm_storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +67,18 @@ class ProblemGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Tensors that go between two groups: ``cast_s`` seconds a step where the two store them differently."""
+    """Tensors that go between two groups.
+
+    Args:
+        a, b: the groups.
+        cast_s: seconds of a step where the two store them differently.
+        firm: one end is an op with a format of its own even in a choice that lets others follow their neighbours.
+    """
 
     a: str
     b: str
     cast_s: float
+    firm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +119,10 @@ class Problem:
     def cost_s(self, mix: Mapping[str, str]) -> float:
         """Seconds of a step: the groups', the casts between them, and what is fixed."""
         chosen = {group.name: group.option(mix[group.name]) for group in self.groups}
-        ends = ((edge.cast_s, chosen[edge.a].storage, chosen[edge.b].storage) for edge in self.edges)
-        casts = sum(cast_s for cast_s, a, b in ends if ANY_STORAGE not in (a, b) and a != b)
+        casts = 0.0
+        for edge in self.edges:
+            a, b = (chosen[end].stored(firm=edge.firm) for end in (edge.a, edge.b))
+            casts += edge.cast_s if ANY_STORAGE not in (a, b) and a != b else 0.0
         return self.fixed_s + casts + sum(option.cost_s for option in chosen.values())
 
     def to_json(self) -> dict[str, Any]:

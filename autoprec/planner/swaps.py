@@ -1,6 +1,6 @@
 """Better mixes by changing one group at a time, for many budgets at once.
 
-Dimensions: Q questions, M mixes of each, B budgets of each, R rows of mixes, G groups, F options, K storage formats.
+Dimensions: Q questions, M mixes of each, B budgets of each, R rows of mixes, G groups, F options, K kinds of storage.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def _cast_change(arrays: Arrays, choices: np.ndarray) -> np.ndarray:
     groups = np.arange(len(arrays.storage))
     stored = arrays.storage[groups, choices]
     a, b = arrays.edges.T
-    by_storage = np.zeros((len(groups), len(choices), arrays.num_storages + 1))
-    np.add.at(by_storage, a, arrays.cast[:, None, None] * arrays.differs[stored[:, b].T])
-    np.add.at(by_storage, b, arrays.cast[:, None, None] * arrays.differs[stored[:, a].T])
+    by_storage = np.zeros((len(groups), len(choices), arrays.labels.shape[1]))
+    for differ, cast in zip(arrays.differs, arrays.cast.T[:, :, None, None], strict=True):
+        np.add.at(by_storage, a, cast * differ[stored[:, b].T])
+        np.add.at(by_storage, b, cast * differ[stored[:, a].T])
     now = by_storage[groups[:, None], np.arange(len(choices)), stored.T]
     return (by_storage[groups[:, None], :, arrays.storage] - now[:, None]).transpose(2, 0, 1)

@@ -1,6 +1,6 @@
-"""The cheapest storage format of each group where the edges form a forest, for many costs at once.
+"""The cheapest kind of storage of each group where the edges form a forest, for many costs at once.
 
-Dimensions: N cost tables, G groups, K storage formats; format 0 stands for any.
+Dimensions: N cost tables, G groups, K kinds of storage.
 """
 
 from __future__ import annotations
@@ -22,39 +22,33 @@ class Tree:
     Args:
         order: groups, each after its parent, ``[G]``.
         parent: of each group, ``[G]``; -1 of a root.
-        cast: seconds of the edge to the parent, ``[G]``.
-        outside: numbers of the edges that are left out.
-        differs: see :class:`~autoprec.planner.arrays.Arrays`.
+        cast: seconds by the kinds at the group and at its parent, ``[K, K]`` each; None of a root.
+        outside: numbers of the pairs that are left out.
     """
 
     order: list[int]
     parent: list[int]
-    cast: list[float]
+    cast: list[np.ndarray | None]
     outside: list[int]
-    differs: np.ndarray
 
     def cheapest(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cheapest storage of each group, and what all of them cost with the forest's casts.
 
         Args:
-            table: cost of each group in each storage, ``[G, K + 1, N]``; infinite where it can't have it.
+            table: cost of each group in each storage, ``[G, K, N]``; infinite where it can't have it.
 
         Returns:
             storages ``[G, N]`` and costs ``[N]``.
         """
         total = table.copy()
         for g in reversed(self.order):
-            if (parent := self.parent[g]) >= 0:
-                own = total[g]
-                lowest = own.min(axis=0)
-                # The same storage as the parent, any storage, or another one and a cast.
-                total[parent, 1:] += np.minimum(np.minimum(own[1:], own[0]), lowest + self.cast[g])
-                total[parent, 0] += lowest
+            if (cast := self.cast[g]) is not None:
+                total[self.parent[g]] += (total[g][:, None] + cast[:, :, None]).min(axis=0)
         state = np.empty((len(table), table.shape[2]), dtype=np.intp)
         value = np.zeros(table.shape[2])
         for g in self.order:
-            if (parent := self.parent[g]) >= 0:
-                state[g] = (total[g] + (self.cast[g] * self.differs)[:, state[parent]]).argmin(axis=0)
+            if (cast := self.cast[g]) is not None:
+                state[g] = (total[g] + cast[:, state[self.parent[g]]]).argmin(axis=0)
             else:
                 state[g] = total[g].argmin(axis=0)
                 value += total[g].min(axis=0)
@@ -65,8 +59,8 @@ def heaviest_tree(arrays: Arrays) -> Tree:
     """The forest of the edges whose casts cost most."""
     groups = len(arrays.harm)
     a, b = arrays.edges.T
-    inside = minimum_spanning_tree(coo_array((-arrays.cast, (a, b)), shape=(groups, groups))).tocoo()
-    cast_of = {tuple(pair): seconds for pair, seconds in zip(arrays.edges.tolist(), arrays.cast.tolist(), strict=True)}
+    inside = minimum_spanning_tree(coo_array((-arrays.cast.sum(axis=1), (a, b)), shape=(groups, groups))).tocoo()
+    cast_of = {tuple(pair): cost for pair, cost in zip(arrays.edges.tolist(), arrays.pair_cost, strict=True)}
     chosen = set(zip(inside.row.tolist(), inside.col.tolist(), strict=True))
     near: dict[int, list[int]] = defaultdict(list)
     for u, v in sorted(chosen):
@@ -88,7 +82,6 @@ def heaviest_tree(arrays: Arrays) -> Tree:
     return Tree(
         order=order,
         parent=parent,
-        cast=[0.0 if p < 0 else cast_of[min(g, p), max(g, p)] for g, p in enumerate(parent)],
+        cast=[None if p < 0 else cast_of[min(g, p), max(g, p)] for g, p in enumerate(parent)],
         outside=[e for e, pair in enumerate(cast_of) if pair not in chosen],
-        differs=arrays.differs,
     )

@@ -72,22 +72,30 @@ def _random_problem(
     """A chain of groups, with an edge over two of them at every ``skip``-th; harms over six decades."""
     draw = random.Random(seed)
     found = []
+
+    def stored() -> dict[str, str]:
+        firm = draw.choice(storages) if draw.random() < 0.3 else None
+        return {"storage": draw.choice(storages), "firm_storage": firm}
+
     for g in range(groups):
         base = draw.uniform(0.5, 1.5)
-        reference = Option(format="f0", harm=0.0, cost_s=base, storage=draw.choice(storages))
+        reference = Option(format="f0", harm=0.0, cost_s=base, **stored())
         low = [
             Option(
                 format=f"f{k}",
                 harm=10 ** draw.uniform(-6, 0),
                 cost_s=base * draw.uniform(0.3, 1.08),
-                storage=draw.choice(storages),
+                **stored(),
             )
             for k in range(1, options)
         ]
         found.append(ProblemGroup(name=f"g{g}", options=(reference, *low)))
     pairs = [(g, g + 1) for g in range(groups - 1)]
     pairs += [(g, g + 3) for g in range(0, groups - 3, skip)] if skip else []
-    edges = tuple(Edge(a=f"g{a}", b=f"g{b}", cast_s=draw.uniform(0, cast_s)) for a, b in pairs)
+    edges = tuple(
+        Edge(a=f"g{a}", b=f"g{b}", cast_s=draw.uniform(0, cast_s), firm=draw.random() < 0.3)
+        for a, b in [*pairs, *pairs[::3]]
+    )
     return Problem(groups=tuple(found), edges=edges, fixed_s=draw.uniform(0, groups / 3), device="made up")
 
 

@@ -15,17 +15,24 @@ A = ProblemGroup(
 )
 OTHER = ProblemGroup(
     name="other ops",
-    options=(Option(format="fp32", harm=0, cost_s=3, storage="fp32"), Option(format="rules", harm=0.5, cost_s=2)),
+    options=(
+        Option(format="fp32", harm=0, cost_s=3, storage="fp32"),
+        Option(format="rules", harm=0.5, cost_s=2, firm_storage="fp32"),
+    ),
 )
-PROBLEM = Problem(groups=(A, OTHER), edges=(Edge(a="a", b="other ops", cast_s=0.25),), fixed_s=10)
+PROBLEM = Problem(
+    groups=(A, OTHER),
+    edges=(Edge(a="a", b="other ops", cast_s=0.25), Edge(a="a", b="other ops", cast_s=0.5, firm=True)),
+    fixed_s=10,
+)
 
 
 @pytest.mark.parametrize(
     ("mix", "cost_s", "harm"),
     [
         ({"a": "fp32", "other ops": "fp32"}, 17, 0),
-        ({"a": "bf16", "other ops": "fp32"}, 15.25, 1),
-        ({"a": "bf16", "other ops": "rules"}, 14, 1.5),
+        ({"a": "bf16", "other ops": "fp32"}, 15.75, 1),
+        ({"a": "bf16", "other ops": "rules"}, 14.5, 1.5),
         ({"a": "fp32", "other ops": "rules"}, 16, 0.5),
     ],
 )
