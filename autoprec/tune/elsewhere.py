@@ -14,9 +14,9 @@ from torch import nn
 from autoprec.analyze import SiteReport, analyze
 from autoprec.errors import TargetError
 from autoprec.estimate import Estimate, estimate_memory, estimate_step
-from autoprec.estimate.roofline import bytes_of
 from autoprec.graph.inputs import Run
 from autoprec.graph.site import Site
+from autoprec.lower.gemm import needs_backend
 from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.planner.fold import literal
@@ -72,9 +72,9 @@ class Estimator:
         """
         if plan.level == "O0":
             return plan
-        formats_of, low = _formats_of(plan), _low(plan)
+        formats_of, low, mode = _formats_of(plan), _low(plan), self.task.mode
         left = tuple(_glob(row.site) for row in self.rows if self._is_left(row.site, formats_of(row.site)))
-        rules = tuple(replace(r, backend=_BACKEND) if _is_narrow(r.formats) else r for r in plan.rules)
+        rules = tuple(replace(r, backend=_BACKEND) if needs_backend(r.formats, mode) else r for r in plan.rules)
         if left:
             reason = f"the kernels of {self.target.name} can't take it below 16 bit"
             rules = (PlanRule(match=left, formats=Formats.all(low), reason=reason, source="cost"), *rules)
@@ -82,9 +82,9 @@ class Estimator:
 
     def _is_left(self, site: Site, formats: Formats | None) -> bool:
         """Whether a product below 16 bit has no kernel there: not a Linear's own, or not of a multiple of its tiles."""
-        if site.op != "linear" or formats is None or not _is_narrow(formats):
+        if site.op != "linear" or formats is None or not needs_backend(formats, self.task.mode):
             return False
-        multiple = self.target.align(formats.input)
+        multiple = max(map(self.target.align, (formats.input, formats.weight, formats.grad_output)))
         return not site.leaf or any(size % multiple for size in site.input_shapes[1])
 
     def _step(self, plan: Plan | None) -> Estimate:
@@ -152,7 +152,3 @@ def _low(plan: Plan) -> str:
 
 def _glob(site: Site) -> str:
     return f"{literal(site.scope)}::{site.op}#{site.index}"
-
-
-def _is_narrow(formats: Formats) -> bool:
-    return formats.input not in ("follow", "fixed") and bytes_of(formats.input) < 2
