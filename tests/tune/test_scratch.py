@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from autoprec.plan import Formats, Plan, PlanRule
+from autoprec.tasks.byte_gpt import make_task
+from autoprec.tune.bench import Bench
 from autoprec.tune.scratch import FromScratch, Scratch
 
 CPU = torch.device("cpu")
@@ -62,3 +64,18 @@ def test_the_time_limit_ends_both_runs(tiny, scratch_of):
 @pytest.mark.parametrize(("gap", "holds"), [(0.005, True), (0.0069, True), (0.0071, False), (-1.0, True)])
 def test_twice_the_chaos_is_allowed_beyond_the_budget(gap, holds):
     assert FromScratch(gap=gap, chaos=0.001, steps=200).holds(0.005) is holds
+
+
+@pytest.mark.slow
+def test_coarse_gradients_hold_from_the_checkpoint_and_not_from_fresh_weights(monkeypatch, tmp_path):
+    warmup = importlib.import_module("autoprec.tune.warmup")
+    monkeypatch.setattr(warmup, "MAX_STEPS", 200)
+    task = make_task(width=48, layers=2, heads=2, context=32, batch=8)
+    checkpoint = warmup.obtain_checkpoint(
+        task, tmp_path, identity={}, device=CPU, seed=0, limit_s=600, on_step=lambda done, loss: None
+    )
+    bench = Bench(task=task, checkpoint=checkpoint, device=CPU, seed=0, budget=0.005)
+    linear = PlanRule(match=("*::linear",), formats=Formats.all("nvfp4"), backend=("emulated",))
+    plan = Plan(rules=(linear, PlanRule(match=("*::*",), formats=Formats.all("bf16"))))
+    assert bench.gap(plan, seed=1, steps=20) < bench.budget
+    assert not bench.from_scratch(plan, limit_s=600).holds(bench.budget)
