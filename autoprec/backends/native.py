@@ -1,4 +1,4 @@
-"""``native``: torch's own scaled matrix product on FP8 operands, with autoprec's casts and scales.
+"""``native``: torch's own scaled matrix product, with autoprec's casts and scales.
 
 The three products of a linear layer, with x [M, K], weight [N, K] and grad [M, N]::
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import ScalingType
 
 from autoprec.backends.base import (
     ALIGNMENT,
@@ -30,13 +31,17 @@ from autoprec.backends.base import (
     refuse_op,
     refuse_shape,
 )
+from autoprec.backends.native_blocks import BLOCK_RECIPES, BlockLinear, refuse_blocks
 from autoprec.errors import BackendError
 from autoprec.formats import get_format, scales
-from autoprec.recipes import CurrentRecipe, RowwiseRecipe
+from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe, family_of
+
+#: The product that is told what kind each scale is, and doesn't guess from shapes; torch 2.11 has it on CUDA alone.
+_TOLD_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 
 
 class NativeBackend(Backend):
-    """Per-tensor (``current``) and per-row (``rowwise``) scaling in FP8."""
+    """FP8 with scales per tensor (``current``) and per row (``rowwise``); on GPUs that have it, per block."""
 
     name: ClassVar[str] = "native"
     speed: ClassVar[int] = 30
@@ -52,14 +57,13 @@ class NativeBackend(Backend):
         return True, ""
 
     def supports(self, gemm: Gemm) -> Answer:
-        return first_refusal(
-            gemm,
-            (refuse_op, _refuse_recipe, _refuse_formats, refuse_shape, refuse_device),
-            "scaled FP8 matrix product",
-        )
+        checks = (refuse_op, _refuse_recipe, _refuse_formats, refuse_shape, refuse_blocks, refuse_device)
+        kind = f"block-scaled {gemm.formats.input}" if isinstance(gemm.recipe, BLOCK_RECIPES) else "scaled FP8"
+        return first_refusal(gemm, checks, f"{kind} matrix product")
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        output = _NativeLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, spec)
+        function = BlockLinear if isinstance(spec.recipe, BLOCK_RECIPES) else _NativeLinear
+        output = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, spec)
         return output.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -159,15 +163,23 @@ def _amax(x: Tensor) -> Tensor:
 
 def _multiply(a: _Codes, b: _Codes, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None) -> Tensor:
     """``a @ b.T``: ``[M, K]`` and ``[N, K]`` give ``[M, N]``."""
-    scale_a, scale_b, kernel_dtype = a.scale_inv, b.scale_inv, dtype
-    if scale_a.dim() == 2 or scale_b.dim() == 2:  # per row on one side needs it on both
-        scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
-        scale_b = scale_b.expand(b.data.shape[0], 1).contiguous().t()
-        # Not every version's per-row kernel writes anything else on CUDA.
-        kernel_dtype = torch.bfloat16 if a.data.is_cuda else dtype
-    product = torch._scaled_mm(
-        a.data, b.data.t(), scale_a, scale_b, bias=bias, out_dtype=kernel_dtype, use_fast_accum=fast
-    )
+    scale_a, scale_b = a.scale_inv, b.scale_inv
+    if scale_a.dim() == 0 and scale_b.dim() == 0:
+        return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    # Per row on one side needs it on both.
+    scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
+    scale_b = scale_b.expand(b.data.shape[0], 1).contiguous().t()
+    # Not every version's per-row kernel writes anything else on CUDA.
+    kernel_dtype = torch.bfloat16 if a.data.is_cuda else dtype
+    if a.data.is_cuda or (a.data.device.type == "cpu" and _TOLD_ON_CPU):
+        row = ScalingType.RowWise
+        product = F.scaled_mm(
+            a.data, b.data.t(), scale_a, row, scale_b, row, bias=bias, output_dtype=kernel_dtype, use_fast_accum=fast
+        )
+    else:
+        product = torch._scaled_mm(
+            a.data, b.data.t(), scale_a, scale_b, bias=bias, out_dtype=kernel_dtype, use_fast_accum=fast
+        )
     return product.to(dtype)
 
 
@@ -184,20 +196,27 @@ def _pad_rows(x: Tensor) -> Tensor:
 
 def _refuse_recipe(gemm: Gemm) -> str:
     recipe = gemm.recipe
-    if not isinstance(recipe, CurrentRecipe | RowwiseRecipe):
-        return f"takes the recipes 'current' and 'rowwise', not {recipe.name if recipe else None!r}"
-    if gemm.mode == "training" and recipe.backward == "dequantized":
+    if not isinstance(recipe, (CurrentRecipe, RowwiseRecipe, *BLOCK_RECIPES)):
+        return f"takes the recipes 'current', 'rowwise', 'block128', 'mxfp8' and 'nvfp4', not {_name(recipe)}"
+    if gemm.mode == "training" and getattr(recipe, "backward", "") == "dequantized":
         return "can't run gradients with backward='dequantized'; 'quantized' and 'high_precision' it can"
     if isinstance(recipe, RowwiseRecipe) and gemm.device.type == "cuda" and gemm.dtype != torch.bfloat16:
         return f"per-row kernels give bf16, and activations are {gemm.dtype}; cast them to bf16 or use 'current'"
     return ""
 
 
+def _name(recipe: Recipe | None) -> str:
+    return repr(recipe.name if recipe else None)
+
+
 def _refuse_formats(gemm: Gemm) -> str:
     high = gemm.recipe is not None and getattr(gemm.recipe, "backward", "") == "high_precision"
     used = gemm.used_formats[:2] if high else gemm.used_formats
-    if others := [name for name in used if not name.startswith("fp8_")]:
+    if others := [name for name in used if not name.startswith("fp8_") and name not in ("mxfp8", "nvfp4")]:
         return f"takes FP8 in every role, not {others[0]}"
+    wrong = [name for name in used if gemm.recipe is not None and family_of(name) != gemm.recipe.family]
+    if wrong:
+        return f"recipe {_name(gemm.recipe)} scales {gemm.recipe.family if gemm.recipe else ''}, not {wrong[0]}"
     formats = gemm.formats
     pairs = {"output": (formats.input, formats.weight)}
     if gemm.mode == "training" and not high:

@@ -291,7 +291,7 @@ REFUSALS = [
         formats=Formats(input="fp8_e5m2", weight="fp8_e4m3", grad_output="fp8_e5m2"),
     ),
     Refusal(
-        {"native": "takes the recipes 'current' and 'rowwise', not 'mxfp8'", "torchao": "which MXFP8Recipe"},
+        {"native": "block-scaled kernels give bf16, and activations are torch.float32", "torchao": "which MXFP8Recipe"},
         formats=Formats.all("mxfp8"),
         recipe=MXFP8Recipe(),
     ),
