@@ -47,6 +47,6 @@ def _worst_casts(arrays: Arrays) -> np.ndarray:
 def _say(option: Option, other: Option, casts_s: float) -> str:
     casts = f" and at most {casts_s:.3g} s of casts" if casts_s > 0 else ""
     return (
-        f"{option.format} takes {option.cost_s:.3g} s a step and {other.format} {other.cost_s:.3g} s{casts}, and its harm "
-        f"of {option.harm:.3g} isn't below {other.harm:.3g}"
+        f"{option.format} takes {option.cost_s:.3g} s a step and {other.format} {other.cost_s:.3g} s{casts}, and its "
+        f"harm of {option.harm:.3g} isn't below {other.harm:.3g}"
     )

@@ -15,7 +15,7 @@ from autoprec.graph.site import GEMM_OPS
 from autoprec.plan import Formats, Level, Mode, Plan, PlanRule, ScalerSettings
 from autoprec.planner.families import kept_by_families
 from autoprec.planner.narrow import narrow_formats, narrow_rules
-from autoprec.recipes import DEFAULTS
+from autoprec.recipes import DEFAULTS, family_of
 from autoprec.rulebook import OpRule, Rulebook, check_rules_match
 from autoprec.target import Target
 
@@ -65,7 +65,9 @@ def plan_by_rules(
         if narrow is not None:
             layers = narrow_rules(model, target, narrow, low=low, mode=mode, kept=kept, recorded=recorded)
             rules += layers
-            recipe = {"fp8": DEFAULTS["fp8"].to_dict()} if any(rule.formats == narrow for rule in layers) else {}
+            family = family_of(narrow.input)
+            if family is not None and any(rule.formats == narrow for rule in layers):
+                recipe = {family: DEFAULTS[family].to_dict()}
         rules += op_rules(rulebook, low)
     return Plan(
         rules=tuple(rules),

@@ -122,15 +122,18 @@ class _Ground:
                 found[min(a, b), max(a, b), firm] += seconds
 
         for row in self._rows:
-            mine = self._group(row.site.id)
-            cast = {c.producer for c in rules[row.site.id].casts}
-            for producer in () if row.site.op in VIEWS else row.producers:
-                if producer not in rules:
-                    continue
+            name, mine = row.site.id, self._group(row.site.id)
+            cast = {c.producer for c in rules[name].casts}
+            read = [p for p in row.producers if p in rules] if row.site.op not in VIEWS else []
+            for producer in read:
                 theirs, seconds = self._group(producer), self._either_way(rules[producer].output_numel)
                 connect(mine, theirs, seconds, firm=producer in cast)
-                for origin in origins[producer] if mine != OTHER == theirs and producer not in cast else ():
-                    connect(mine, self._group(origin), seconds / len(origins[producer]))
+                if mine != OTHER == theirs and producer not in cast:
+                    for product in self._products(origins[producer]):
+                        connect(mine, product, seconds / len(origins[producer]))
+            followed = self._products(origins[name]) if mine == OTHER else []
+            if len(followed) == len(read) == 2:  # what follows two products widens one where they differ
+                connect(followed[0], followed[1], self._either_way(rules[read[0]].output_numel))
         return dict(found)
 
     def origins(self, rules: FormatsOf) -> dict[str, tuple[str, ...]]:
@@ -144,6 +147,10 @@ class _Ground:
             passes = follows and self._members.get(name) == OTHER and 1 <= len(read) <= _MAX_ORIGINS
             found[name] = read if passes else (name,)
         return found
+
+    def _products(self, names: Sequence[str]) -> list[str]:
+        """The groups of those that are products."""
+        return [group for name in names if (group := self._group(name)) not in (OTHER, "")]
 
     def _group(self, name: str) -> str:
         """Of the site that computed what ``name`` gives; empty for a pinned one."""

@@ -12,7 +12,7 @@ from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.planner.narrow import ASSUMED_TOKENS, narrow_formats
 from autoprec.planner.rules import plan_by_rules
-from autoprec.recipes import CurrentRecipe
+from autoprec.recipes import CurrentRecipe, MXFP8Recipe
 from autoprec.rulebook import load_rulebook
 from autoprec.target import list_targets, load_target
 
@@ -56,6 +56,8 @@ def test_fp8_only_where_the_target_has_it(decoder, name):
     fp8 = [f for f in target.formats if f.startswith("fp8_")]
     if not fp8:
         assert formats == Formats.all(target.low_format)
+    elif "mxfp8" in target.formats:
+        assert formats == Formats.all("mxfp8")
     elif "fp8_e5m2" in fp8:
         assert formats == HYBRID
     else:
@@ -86,6 +88,39 @@ def test_narrow_formats_follow_the_targets_own_list():
     h100 = load_target("h100")
     assert narrow_formats(h100, None) == HYBRID
     assert narrow_formats(replace(h100, formats=("bf16",)), None) is None
+    assert narrow_formats(replace(h100, formats=("fp8_e4m3", "bf16")), None) is None  # no e5m2 for gradients
+    assert narrow_formats(replace(h100, formats=("nvfp4", "bf16")), None) is None
+
+
+def test_a_gpu_that_scales_blocks_itself_gets_mxfp8_and_never_nvfp4(decoder):
+    model = decoder()
+    plan = planned(model, target="b200")
+    assert "nvfp4" in load_target("b200").formats
+    found = rule(plan, "layers.5.up")
+    assert found.formats == Formats.all("mxfp8")
+    assert "estimated" in found.reason
+    assert plan.recipe == {"mxfp8": MXFP8Recipe().to_dict()}
+    assert not any("nvfp4" in str(r.formats) for r in plan.rules)
+    fp8 = planned(model, target="b200", formats="fp8_e4m3")
+    assert rule(fp8, "layers.5.up").formats == HYBRID
+    assert list(fp8.recipe) == ["fp8"]
+
+
+def test_mxfp8_needs_multiples_of_its_block():
+    plan = planned(stack(4096, 4112), target="b200")
+    assert rule(plan, "1").formats == Formats.all("mxfp8")
+    left = rule(plan, "2")
+    assert left.formats == Formats.all("bf16")
+    assert left.reason == "out_features=4112 isn't a multiple of 32, as mxfp8 needs on b200"
+
+
+def test_a_plan_for_mxfp8_runs_emulated_on_a_cpu():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(4, 64)
+    rules = (PlanRule(match=("1",), formats=Formats.all("mxfp8")), PlanRule(match=("*",), formats=Formats.all("bf16")))
+    plan = Plan(rules=rules, target="b200", recipe={"mxfp8": MXFP8Recipe().to_dict()})
+    row = autoprec.receipt(autoprec.convert(model, plan=plan, example_inputs=x))["1"]
+    assert (row.got, row.mechanism) == ("mxfp8", "backend:emulated")
 
 
 # --- the acceptance model
