@@ -24,6 +24,8 @@ from autoprec.tune.turns import Turns
 BUDGET = 0.005
 FORMATS = ("fp32", "bf16", "fp8", "nvfp4")
 NUM_GROUPS = 10
+#: Attribute of a trial that repeats another's figures instead of measuring.
+COPY = "copy"
 _POLL_S = 0.2
 
 
@@ -85,18 +87,24 @@ def work(settings: Settings) -> None:
         for name in FORMATS[:2]:
             turns.plan(f"baseline {name}", dict.fromkeys(world.costs, name), {"name": name})
         while turns.num_ended() < settings.trials:
-            trial = turns.take()
+            trial = turns.take(lambda trial: (_choose(world, trial), False))
             if trial is None:
                 time.sleep(_POLL_S)
                 continue
-            mix = {name: trial.suggest_categorical(name, FORMATS) for name in world.costs}
-            if not turns.settle(trial, mix):
-                continue
-            time.sleep(settings.trial_s)
+            mix = trial.params
             speed, gap = world.measure(mix)
+            if mix in [t.params for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]:
+                # it was measured while the sampler chose it
+                trial.set_user_attr(COPY, True)
+            else:
+                time.sleep(settings.trial_s)
             trial.set_user_attr(SPEED_SD, 0.001)
             trial.set_constraint(CONSTRAINT, gap - BUDGET)
             turns.finish(trial, speed)
+
+
+def _choose(world: World, trial: optuna.Trial) -> dict[str, str]:
+    return {name: trial.suggest_categorical(name, FORMATS) for name in world.costs}
 
 
 def start(settings: Settings) -> multiprocessing.process.BaseProcess:
@@ -120,7 +128,8 @@ def census(trials: list[FrozenTrial]) -> dict[str, Any]:
         if WITHDRAWN not in trial.user_attrs and planned(trial):
             evaluations.setdefault(evaluation_of(trial), []).append(trial)
     ends = {name: sum(has_ended(trial) for trial in attempts) for name, attempts in evaluations.items()}
-    mixes = Counter(tuple(sorted(t.params.items())) for t in trials if t.state == TrialState.COMPLETE)
+    measured = [t for t in trials if t.state == TrialState.COMPLETE and COPY not in t.user_attrs]
+    mixes = Counter(tuple(sorted(t.params.items())) for t in measured)
     return {
         "evaluations": len(evaluations),
         "not_ended_once": {name: count for name, count in ends.items() if count != 1},
@@ -133,6 +142,7 @@ def census(trials: list[FrozenTrial]) -> dict[str, Any]:
         ),
         "withdrawn": dict(Counter(t.user_attrs[WITHDRAWN] for t in trials if WITHDRAWN in t.user_attrs)),
         "left_open": sum(not trial.state.is_finished() for trial in trials),
+        "copies": sum(COPY in trial.user_attrs for trial in trials),
         "measured_twice": sum(count - 1 for count in mixes.values()),
         "best": best(trials),
     }

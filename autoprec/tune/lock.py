@@ -75,7 +75,12 @@ def lock_path(device: str | torch.device) -> Path:
     """The file that stands for a device of this host, whatever number it has in this process."""
     kind, _, index = str(device).partition(":")
     name = kind if kind == "cpu" else f"{kind}-{_identity(kind, int(index or 0))}"
-    return Path(tempfile.gettempdir()) / "autoprec-locks" / f"{socket.gethostname()}-{name}.lock"
+    return lock_folder() / f"{socket.gethostname()}-{name}.lock"
+
+
+def lock_folder() -> Path:
+    """Of this host's lock files, all users'."""
+    return Path(tempfile.gettempdir()) / "autoprec-locks"
 
 
 def _identity(kind: str, index: int) -> str:

@@ -44,7 +44,7 @@ _JOURNAL_ENDS = (".log", ".journal")
 #: How long another process's write to an SQLite file is waited for.
 _BUSY_S = 60.0
 #: How long a server is waited for that doesn't answer yet.
-_OPENING_S = 15.0
+_OPENING_S, _OPENING_PAUSE_S = 15.0, 0.5
 _ALLOWED = (
     "Allowed: sqlite:///study.db (one process), journal:///study.log or a path that ends in .log (several processes), "
     "postgresql://user@host/name or mysql://user@host/name (several hosts)"
@@ -56,6 +56,7 @@ _DRIVERS = {
 }
 
 #: Two processes that make the tables at the same time disturb each other; the second try finds them made.
+_MAX_CLASHES = 20
 _CLASH = re.compile(r"already exists|duplicate key|UNIQUE constraint", re.IGNORECASE)
 _ABSENT = re.compile(
     r"connection refused|no such file|starting up|shutting down|recovery mode|timeout expired|closed the connection"
@@ -121,6 +122,7 @@ def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int =
         folder.mkdir(parents=True, exist_ok=True)
     url = storage_url(storage, folder, workers)
     deadline = time.monotonic() + _OPENING_S
+    clashes = 0
     while True:
         try:
             with quiet_optuna():
@@ -132,11 +134,15 @@ def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int =
                 f"the storage {without_password(url)} needs a driver that isn't installed: {exc}"
             ) from exc
         except Exception as exc:  # each database driver has its own errors
-            if time.monotonic() > deadline or not (_may_pass(exc) or _CLASH.search(str(exc))):
+            is_clash = bool(_CLASH.search(str(exc)))
+            clashes += is_clash
+            again = clashes < _MAX_CLASHES if is_clash else _may_pass(exc) and time.monotonic() < deadline
+            if not again:
+                said = str(getattr(exc, "orig", exc))
                 raise StudyError(
-                    f"the storage {without_password(url)} can't be used: {type(exc).__name__}: {exc}. {_ALLOWED}"
+                    f"the storage {without_password(url)} can't be used: {type(exc).__name__}: {said}. {_ALLOWED}"
                 ) from exc
-        time.sleep(0.5)
+        time.sleep(_OPENING_PAUSE_S)
 
 
 def _may_pass(exc: Exception) -> bool:

@@ -10,16 +10,20 @@ Storages offer no transactions over trials.  Three facts of theirs carry all of 
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from autoprec.errors import StudyError
 from autoprec.tune.lease import LEASE, Heart, Watch, worker_name
+from autoprec.tune.lock import HAS_LOCKS, drop, hold, lock_folder
+from autoprec.tune.patience import PatientStorage
 from autoprec.tune.reclaim import (
     EVALUATION,
     MIX,
@@ -36,7 +40,11 @@ from autoprec.tune.storage import sole_process
 
 _OPEN = (TrialState.RUNNING, TrialState.WAITING)
 #: How long a process may take to choose a mix, as the others see it.
-_SETTLING_S, _SETTLING_POLL_S = 30.0, 0.1
+_CHOOSING_S, _POLL_S = 30.0, 0.1
+
+Choose = Callable[[Trial], tuple[Mapping[str, Any], bool]]
+
+_log = optuna.logging.get_logger("autoprec")
 _NO_PLACE = "all wanted trials are taken"
 
 
@@ -75,44 +83,33 @@ class Turns:
         return sum(has_ended(trial) for trial in self._trials())
 
     def running_elsewhere(self) -> list[str]:
-        """Processes that run a trial, by name; where there are any, the last of them to finish confirms the winner."""
+        """Other processes that run a trial, by name: the last of them to finish confirms the winner."""
         running = [trial for trial in self._trials() if trial.state == TrialState.RUNNING and LEASE in trial.user_attrs]
-        return sorted({worker_name(trial.user_attrs[LEASE]) for trial in running if not self._watch.is_stale(trial)})
+        names = {worker_name(trial.user_attrs[LEASE]) for trial in running if not self._watch.is_stale(trial)}
+        return sorted(names - {worker_name()})
 
-    def take(self) -> Trial | None:
-        """The next trial to run; None while all that are wanted are over or run by other processes.
+    def take(self, choose: Choose) -> Trial | None:
+        """The next trial to run, with its mix; None while all that are wanted are over or run by other processes.
+
+        Args:
+            choose: suggests the trial's parameters; returns its mix, and whether it is measured again on purpose.
 
         Raises:
             StudyError: the storage is lost.
         """
-        while self._has_work():
-            trial = self._study.ask()
-            reason = self._refusal(trial)
-            if reason is None:
-                return trial
-            self._withdraw(trial, reason)
-        return None
-
-    def settle(self, trial: Trial, mix: Mapping[str, Any], *, is_repeat: bool = False) -> bool:
-        """Say what the trial will measure.
-
-        Returns:
-            whether it may: not where a trial before it measures the same at this moment, and neither on purpose.  Then
-            it is withdrawn.
-        """
-        self._study._storage.set_trial_user_attr(trial._trial_id, MIX, dict(mix))
-        if is_repeat or self._frozen(trial).system_attrs.get("fixed_params"):
-            return True
-        deadline = time.monotonic() + _SETTLING_S
         while True:
-            before = [t for t in self._trials()[: trial.number] if t.state == TrialState.RUNNING]
-            if any(planned(other) == mix for other in before):
-                self._withdraw(trial, "its mix is being measured")
-                return False
-            # one that has no mix yet may come to the same
-            if all(planned(other) or self._watch.is_stale(other) for other in before) or time.monotonic() > deadline:
-                return True
-            time.sleep(_SETTLING_POLL_S)
+            with _choosing(self._study):
+                if not self._has_work():
+                    return None
+                trial = self._study.ask()
+                try:
+                    reason = self._refusal(trial) or self._settle(trial, *choose(trial))
+                except BaseException as exc:
+                    self.abandon(trial, exc)
+                    raise
+                if reason is None:
+                    return trial
+                self._withdraw(trial, reason)
 
     def finish(self, trial: Trial, value: float | None = None, state: TrialState | None = None) -> bool:
         """Tell the trial's end; False where another process, taking this one for dead, ended it before."""
@@ -125,10 +122,17 @@ class Turns:
             raise
         return True
 
-    def give_up(self, trial: Trial, why: str, *, died: bool = True) -> None:
-        """End a trial that wasn't measured, and enqueue its mix again; ``died`` counts against the mix."""
+    def abandon(self, trial: Trial, why: BaseException) -> None:
+        """End a trial that wasn't measured, and enqueue its mix again; an interruption doesn't count against it.
+
+        Where the storage is lost, the trial stays running, and is found to be stale later.
+        """
         self._heart.drop(trial._trial_id)
-        give_up(self._study, self._frozen(trial), why, died=died)
+        died = not isinstance(why, (KeyboardInterrupt, StudyError))
+        try:
+            give_up(self._study, self._frozen(trial), type(why).__name__, died=died)
+        except Exception as exc:  # whatever a storage's driver raises; the first exception is the one to be seen
+            _log.debug("trial %d stays running: %s", trial.number, exc)
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -155,6 +159,21 @@ class Turns:
             if reason is not None:
                 return reason
         return None if _is_retry(own) or self._has_place(own, others.values()) else _NO_PLACE
+
+    def _settle(self, trial: Trial, mix: Mapping[str, Any], is_repeat: bool) -> str | None:
+        """Say what the trial measures; why it must not: a trial before it measures the same at this moment."""
+        self._study._storage.set_trial_user_attr(trial._trial_id, MIX, dict(mix))
+        if is_repeat or "fixed_params" in self._frozen(trial).system_attrs:
+            return None
+        deadline = time.monotonic() + _CHOOSING_S
+        while True:
+            before = [t for t in self._trials()[: trial.number] if t.state == TrialState.RUNNING]
+            if any(planned(other) == mix for other in before):
+                return "its mix is being measured"
+            # one that has no mix yet may come to the same
+            if all(planned(other) or self._watch.is_stale(other) for other in before) or time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
 
     def _rivalry(self, own: FrozenTrial, other: FrozenTrial) -> str | None:
         """Why another trial makes this one superfluous."""
@@ -202,3 +221,25 @@ def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
     except UpdateFinishedTrialError:
         return False
     return True
+
+
+@contextmanager
+def _choosing(study: optuna.Study) -> Iterator[None]:
+    """Let the workers of this host choose one after another: at the same time, they would choose the same.
+
+    Nothing depends on it, so that a process that stands still while it chooses is waited for no longer than others.
+    """
+    held = None
+    if HAS_LOCKS and isinstance(study._storage, PatientStorage):
+        name = hashlib.sha256(f"{study._storage.name} {study.study_name}".encode()).hexdigest()[:16]
+        deadline = time.monotonic() + _CHOOSING_S
+        while held is None and time.monotonic() < deadline:
+            try:
+                held = hold(lock_folder() / f"study-{name}.lock", wait=False)
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        if held is not None:
+            drop(held)

@@ -1,0 +1,206 @@
+import threading
+import time
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autoprec.errors import StudyError
+from autoprec.tune.lease import LEASE, own_lease
+from autoprec.tune.reclaim import ATTEMPT, DEATHS, EVALUATION, MAX_DEATHS, WITHDRAWN, enqueue, evaluation_of, has_ended
+from autoprec.tune.storage import open_study
+from autoprec.tune.turns import Turns
+
+CHOICES = ("fp32", "bf16", "fp8")
+
+
+@pytest.fixture(params=[None, "s.log"], ids=["sqlite", "journal"])
+def study(tmp_path, request):
+    study = open_study("s", request.param and str(tmp_path / request.param), tmp_path, {"a": 1})
+    study.sampler = optuna.samplers.RandomSampler(seed=0)
+    return study
+
+
+def _kill(trial):
+    trial.set_user_attr(LEASE, {**own_lease(), "started": "12"})
+
+
+def _take(turns, mix=None, is_repeat=False):
+    return turns.take(lambda trial: (mix or {"g": f"mix {trial.number}"}, is_repeat))
+
+
+def _states(study):
+    return [trial.state.name for trial in study.trials]
+
+
+def test_as_many_trials_as_wanted_are_handed_out(study):
+    with Turns(study, 3) as turns:
+        trials = [_take(turns) for _ in range(4)]
+        assert [trial and trial.number for trial in trials] == [0, 1, 2, None]
+        assert turns.finish(trials[0], 1.0)
+        assert (_take(turns), turns.num_ended()) == (None, 1)
+
+
+def test_more_can_be_wanted_later(study):
+    with Turns(study, 1) as turns:
+        turns.finish(_take(turns), 1.0)
+    with Turns(study, 2) as turns:
+        assert _take(turns).number == 1
+
+
+def test_a_baseline_is_planned_once(study):
+    with Turns(study, 5) as turns:
+        for _ in range(2):
+            turns.plan("baseline bf16", {"g": "bf16"}, {"name": "bf16"})
+    assert _states(study) == ["WAITING"]
+
+
+def test_of_a_baseline_that_two_planned_at_the_same_time_one_is_run(study):
+    for _ in range(2):
+        enqueue(study, {"g": "bf16"}, {EVALUATION: "baseline bf16", "name": "bf16"}, {})
+    with Turns(study, 5) as turns:
+        first, second = _take(turns), _take(turns)
+    assert first.suggest_categorical("g", CHOICES) == "bf16"
+    assert second.number == 2
+    assert study.trials[1].user_attrs[WITHDRAWN] == "trial 0 is the same"
+
+
+def test_of_two_that_ask_for_the_last_place_the_first_gets_it(study):
+    with Turns(study, 1) as turns:
+        first, second = study.ask(), study.ask()
+        assert turns._refusal(second) == "all wanted trials are taken"
+        assert turns._refusal(first) is None
+
+
+def test_a_planned_trial_that_has_no_place_stays_planned(study):
+    with Turns(study, 1) as turns:
+        turns.plan("a", {"g": "bf16"}, {"name": "bf16"})
+        turns.plan("b", {"g": "fp8"}, {"name": "fp8"})
+        _take(turns)
+        trial = study.ask()
+        turns._withdraw(trial, turns._refusal(trial))
+        assert _take(turns) is None
+    assert _states(study) == ["RUNNING", "FAIL", "WAITING"]
+    assert evaluation_of(study.trials[2]) == "b"
+
+
+def test_a_dead_processes_trial_keeps_its_place_and_its_mix(study):
+    with Turns(study, 2) as turns:
+        dead = _take(turns, {"g": "fp8"})
+        _take(turns)
+        assert _take(turns) is None
+        _kill(dead)
+        again = _take(turns)
+        assert again.suggest_categorical("g", CHOICES) == "fp8"
+        assert again.user_attrs[ATTEMPT] == 2
+        assert _take(turns) is None
+        turns.finish(again, 1.0)
+        assert turns.num_ended() == 1
+
+
+def test_whoever_takes_the_next_attempt_ends_the_last_one(study):
+    with Turns(study, 2) as turns:
+        first = _take(turns, {"g": "fp8"})
+        # a process that reclaimed it died before it ended it
+        enqueue(study, {"g": "fp8"}, {EVALUATION: "trial 0", ATTEMPT: 2, DEATHS: 1}, {})
+        again = _take(turns)
+        assert again.number == 1
+        assert not turns.finish(first, 1.0)
+        assert turns.finish(again, 2.0)
+    assert _states(study) == ["FAIL", "COMPLETE"]
+
+
+def test_an_attempt_at_what_was_measured_after_all_is_not_run(study):
+    with Turns(study, 1) as turns:
+        first = _take(turns)
+        enqueue(study, {"g": "fp8"}, {EVALUATION: "trial 0", ATTEMPT: 2, DEATHS: 1}, {})
+        turns.finish(first, 1.0)
+        assert _take(turns) is None
+    assert study.trials[1].user_attrs[WITHDRAWN] == "trial 0 was measured"
+    assert sum(map(has_ended, study.trials)) == 1
+
+
+def test_an_evaluation_that_is_given_up_counts(study):
+    with Turns(study, 1) as turns:
+        for _ in range(MAX_DEATHS):
+            _kill(_take(turns, {"g": "fp8"}))
+        assert (_take(turns), turns.num_ended()) == (None, 1)
+
+
+@pytest.mark.parametrize(("why", "deaths"), [(KeyboardInterrupt(), 0), (StudyError(), 0), (MemoryError(), 1)])
+def test_an_abandoned_trial_is_tried_again(study, why, deaths):
+    with Turns(study, 1) as turns:
+        turns.abandon(_take(turns, {"g": "fp8"}), why)
+        assert _take(turns).user_attrs[DEATHS] == deaths
+
+
+def test_a_trial_is_abandoned_where_its_mix_cannot_be_chosen(study):
+    def fail(trial):
+        raise KeyboardInterrupt
+
+    with Turns(study, 1) as turns:
+        turns.plan("a", {"g": "bf16"}, {"name": "bf16"})
+        with pytest.raises(KeyboardInterrupt):
+            turns.take(fail)
+    assert _states(study) == ["FAIL", "WAITING"]
+
+
+def test_a_mix_is_not_measured_by_two_at_the_same_time(study):
+    mixes = iter(["fp8", "fp8", "bf16"])
+    with Turns(study, 5) as turns:
+        assert _take(turns, {"g": next(mixes)}).number == 0
+        assert turns.take(lambda trial: ({"g": next(mixes)}, False)).number == 2
+        assert _take(turns, {"g": "bf16"}, is_repeat=True).number == 3
+    assert study.trials[1].user_attrs[WITHDRAWN] == "its mix is being measured"
+    assert _states(study) == ["RUNNING", "FAIL", "RUNNING", "RUNNING"]
+
+
+def test_a_trial_waits_for_the_mix_of_one_before_it(study):
+    with Turns(study, 5) as turns:
+        first, second = study.ask(), study.ask()
+        answers = []
+        waiting = threading.Thread(target=lambda: answers.append(turns._settle(second, {"g": "fp8"}, False)))
+        waiting.start()
+        time.sleep(0.3)
+        assert not answers
+        turns._settle(first, {"g": "fp8"}, False)
+        waiting.join()
+    assert answers == ["its mix is being measured"]
+
+
+def test_workers_of_a_host_choose_one_after_another(study):
+    inside, most = [], []
+
+    def choose(trial):
+        inside.append(trial.number)
+        most.append(len(inside))
+        time.sleep(0.05)
+        inside.remove(trial.number)
+        return {"g": trial.number}, False
+
+    with Turns(study, 6) as turns:
+        threads = [threading.Thread(target=lambda: turns.take(choose)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1] * 6
+
+
+def test_who_still_runs_a_trial_is_known(study):
+    with Turns(study, 5) as turns:
+        assert turns.running_elsewhere() == []
+        trial = _take(turns)
+        trial.set_user_attr(LEASE, {**own_lease(), "place": "p", "host": "h", "pid": 7})
+        assert turns.running_elsewhere() == ["h:7"]
+        _kill(trial)
+        assert turns.running_elsewhere() == []
+
+
+def test_a_trial_that_another_process_ended_is_not_recorded(study):
+    with Turns(study, 5) as turns:
+        trial = _take(turns)
+        study.tell(trial.number, state=TrialState.FAIL)
+        assert not turns.finish(trial, 1.0)
+        with pytest.raises(ValueError):
+            turns.finish(_take(turns), None, TrialState.COMPLETE)
