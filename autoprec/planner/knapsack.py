@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -73,7 +74,8 @@ def pack(arrays: Arrays, budget: float, *, rel_gap: float, time_limit_s: float) 
             ],
             options={"mip_rel_gap": rel_gap, "time_limit": time_limit_s},
         )
-    bound = -np.inf if found.mip_dual_bound is None else found.mip_dual_bound * unit - arrays.problem.fixed_s
+    lowest_possible = -math.inf if found.mip_dual_bound is None else float(found.mip_dual_bound * unit)
+    bound = lowest_possible - arrays.problem.fixed_s
     if found.x is None:
         return Packed(None, bound)
     choice = np.zeros(len(arrays.harm), dtype=np.intp)
