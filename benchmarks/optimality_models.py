@@ -106,6 +106,7 @@ def gpt() -> Case:
             for k in range(2)
             for part, names in parts.items()
         },
+        special=dict.fromkeys(("blocks.1.attention", "blocks.1.up"), FORMATS[1:]),
     )
 
 

@@ -24,7 +24,8 @@ def front_mixes(encoding: Encoding) -> list[Mix]:
     extra = np.where(arrays.allowed, arrays.harm - harm.min(axis=1, keepdims=True), 0.0)
     if not (extra > 0).any():
         return []
-    budgets = arrays.least_harm + np.geomspace(extra[extra > 0].min(), extra.max(axis=1).sum(), _BUDGETS)
+    steps = np.geomspace(extra[extra > 0].min(), extra.max(axis=1).sum(), _BUDGETS)
+    budgets = arrays.least_harm + np.concatenate([[0.0], steps])
     found = {tuple(mix) for mix in cheapest(arrays, budgets[None]).choice[0].tolist()}
     mixes = np.array(sorted(found), dtype=int)
     onehot = encoding.onehot(mixes)

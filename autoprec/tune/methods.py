@@ -5,13 +5,18 @@ Optuna's TPE, GP and NSGA-II heed a trial's constraint; the others need not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, Literal, get_args
 
-from optuna.samplers import BaseSampler, BruteForceSampler, GPSampler, NSGAIISampler, TPESampler
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
+from optuna.trial import FrozenTrial
 
 from autoprec.errors import UsageError
 from autoprec.tune.encoding import Encoding
+from autoprec.tune.history import MIX, ORIGIN, SEARCH, History
 from autoprec.tune.objective import Objective
 from autoprec.tune.plan_sampler import PlanSampler
 
@@ -24,6 +29,17 @@ METHODS: tuple[str, ...] = get_args(Method)
 MAX_EXHAUSTIVE = 2000
 #: NSGA-II's own 50 would be the whole study.
 _POPULATION = 10
+
+
+class EveryMix(PlanSampler):
+    """Proposes every mix once, in order; then it repeats."""
+
+    def _propose(self, history: History, trials: Sequence[FrozenTrial], turn: int) -> dict[str, Any]:
+        mixes = product(*map(range, self._encoding.sizes))
+        mix = next((mix for mix in mixes if mix not in history.taken), None)
+        if mix is None:
+            return super()._propose(history, trials, turn)
+        return {MIX: list(mix), ORIGIN: SEARCH}
 
 
 def check_method(method: str) -> None:
@@ -65,7 +81,7 @@ def method_sampler(
                 f"method 'exhaustive' would measure all {encoding.size:.3g} mixes of this space; it takes up to "
                 f"{MAX_EXHAUSTIVE}. Pin sites (--keep GLOB=FORMAT), or take method 'loop'"
             )
-        return BruteForceSampler(seed=seed)
+        return EveryMix.of(encoding, objective.budget, noise=noise, seed=seed, objective=objective, defaults=defaults)
     if method in ("tpe", "gp", "nsga2") and objective.kind in ("loss", "front"):
         raise UsageError(
             f"method {method!r} looks for the largest speed within a loss budget; objective {objective.kind!r} needs "
@@ -74,7 +90,9 @@ def method_sampler(
     if method == "tpe":
         return TPESampler(seed=seed)
     if method == "gp":
-        return GPSampler(seed=seed, deterministic_objective=not noise)
+        with warnings.catch_warnings():  # Optuna may still change how it is called
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            return GPSampler(seed=seed, deterministic_objective=not noise)
     if method == "nsga2":
         return NSGAIISampler(seed=seed, population_size=_POPULATION)
     return PlanSampler.of(
