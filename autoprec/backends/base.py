@@ -129,7 +129,7 @@ class Backend:
         """Forgets what past models left behind, such as scales learned from their numbers; for use between trials."""
 
     def forget(self, weights: Iterable[Tensor]) -> None:
-        """Drops what is held of these weights for inference."""
+        """Drops what is kept for these weights: what was learned from past steps, and what is held for inference."""
 
     def held_bytes(self, weights: Iterable[Tensor]) -> int:
         """Bytes that are held of these weights for inference, beside the weights themselves."""

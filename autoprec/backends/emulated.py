@@ -5,7 +5,7 @@ It predicts the loss, not the speed.  What differs from real hardware is the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -64,6 +64,10 @@ class EmulatedBackend(Backend):
 
     def reset(self) -> None:
         self._histories.clear()
+
+    def forget(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            self._histories.pop(weight, None)
 
     def _delayed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, recipe: DelayedRecipe

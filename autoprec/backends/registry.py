@@ -53,7 +53,7 @@ def reset_backends() -> None:
 
 
 def forget_weights(weights: Iterable[Tensor]) -> None:
-    """Lets every backend that was used drop what it holds of these weights for inference."""
+    """Lets every backend that was used drop what it keeps for these weights: a plan was taken out."""
     weights = list(weights)
     for backend in _used.values():
         backend.forget(weights)

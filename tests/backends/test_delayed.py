@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import autoprec
 from autoprec.backends import LinearSpec, choose, get_backend
 from autoprec.backends.emulated import EmulatedBackend
 from autoprec.errors import BackendError
 from autoprec.formats import round_to
-from autoprec.plan import Formats
+from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.recipes import CurrentRecipe, DelayedRecipe
 
 HYBRID = Formats(input="fp8_e4m3", weight="fp8_e4m3", grad_output="fp8_e5m2")
@@ -153,3 +154,53 @@ def test_inference_is_refused() -> None:
     assert backend is None
     assert reason.endswith("learns its scales in training steps; use 'current' for inference")
     assert get_backend("emulated").available()[0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+PLAN = Plan(
+    rules=(
+        PlanRule(match=("*::linear",), formats=HYBRID, backend=("emulated",)),
+        PlanRule(match=("*",), formats=Formats.all("bf16")),
+    ),
+    recipe={"fp8": {"recipe": "delayed"}},
+)
+
+
+def train(model: nn.Module, *amaxes: float) -> list[Tensor]:
+    losses = []
+    for amax in amaxes:
+        loss = model(tokens(amax)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_example_inputs_teach_nothing() -> None:
+    # Among what is done with them is a comparison with fp32, gradients and all.
+    plain = autoprec.convert(Net(), plan=PLAN)
+    shown = autoprec.convert(Net(), plan=PLAN, example_inputs=tokens(64.0))
+    assert train(shown, 1.0, 2.0, 1.0) == train(plain, 1.0, 2.0, 1.0)
+
+
+def test_a_receipt_amid_training_teaches_nothing() -> None:
+    plain, shown = (autoprec.convert(Net(), plan=PLAN) for _ in range(2))
+    assert train(shown, 1.0, 2.0) == train(plain, 1.0, 2.0)
+    assert autoprec.receipt(shown, tokens(64.0))["first"].mechanism == "backend:emulated"
+    assert train(shown, 1.0, 2.0) == train(plain, 1.0, 2.0)
+
+
+def test_what_was_learned_goes_with_the_plan() -> None:
+    model, fresh = (autoprec.convert(Net(), plan=PLAN) for _ in range(2))
+    train(model, 64.0, 64.0)
+    model.zero_grad(set_to_none=True)
+    autoprec.convert(autoprec.revert(model), plan=PLAN)
+    assert train(model, 1.0, 2.0) == train(fresh, 1.0, 2.0)

@@ -119,3 +119,29 @@ def test_reverting_leaves_plain_layers(hopper: ModuleType) -> None:
     model(torch.randn(8, 32)).sum().backward()
     assert quantized(hopper) == 0
     assert type(model.first) is nn.Linear
+
+
+def test_a_receipt_amid_training_teaches_delayed_scales_nothing(hopper: ModuleType) -> None:
+    losses = []
+    for shown in (False, True):
+        model = converted("delayed")
+        for i in range(4):
+            if shown and i == 2:
+                autoprec.receipt(model, hopper.on_gpu(tokens(hopper) * 64))
+            loss = model(tokens(hopper) * (i + 1)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+
+
+def test_reverting_forgets_what_delayed_scales_learned(hopper: ModuleType) -> None:
+    model = converted("delayed")
+    before = model(tokens(hopper)).detach()
+    for _ in range(2):
+        model(tokens(hopper) * 64).sum().backward()
+    assert not torch.equal(model(tokens(hopper)).detach(), before)
+    backend = autoprec.backends.get_backend("transformer_engine")  # type: ignore[attr-defined]
+    weights = dict(model.named_parameters())
+    assert any(weights[name] in backend._of_weights for name in ("first.weight", "second.weight"))
+    autoprec.revert(model)
+    assert not any(weights[name] in backend._of_weights for name in ("first.weight", "second.weight"))

@@ -260,3 +260,12 @@ def test_a_trial_starts_from_nothing(hopper: ModuleType) -> None:
     assert hopper.remembered() == [{}, {}]
     assert not backend._layers
     assert step(backend, hopper, weight, 1.0, spec(recipe))[0][1] == 448
+
+
+def test_what_was_learned_goes_with_the_plan(hopper: ModuleType) -> None:
+    backend, recipe, sites = TransformerEngineBackend(), DelayedRecipe(), [weights(1), weights(2)]
+    for site in sites:
+        step(backend, hopper, site, 64.0, spec(recipe))
+    backend.forget([sites[0]])
+    assert step(backend, hopper, sites[0], 1.0, spec(recipe))[0][1] == 448
+    assert step(backend, hopper, sites[1], 1.0, spec(recipe))[0][1] == 448 / 64

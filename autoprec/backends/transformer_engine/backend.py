@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -78,6 +78,10 @@ class TransformerEngineBackend(Backend):
         self._of_weights.clear()
         if self.available()[0]:
             importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
+
+    def forget(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            self._of_weights.pop(weight, None)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         if not (x.is_cuda or x.is_meta):
