@@ -30,10 +30,10 @@ class Scorer:
 
     def __init__(self, model: nn.Module, choices: Mapping[str, Sequence[str]], variants: Variants) -> None:
         self._choices, self.variants = choices, variants
-        trains = variants.is_training
-        self._trainable = frozenset(id(p) for p in model.parameters() if p.requires_grad and trains)
+        trainable = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+        self._trainable = trainable if variants.is_training else None
         #: By site and choice, over all calls and batches.
-        self.sums = {(site, choice): Errors(0.0, 0.0) for site, names in choices.items() for choice in names}
+        self.sums = {(site, choice): Errors() for site, names in choices.items() for choice in names}
         self.basis: dict[str, Basis] = dict.fromkeys(choices, "uncalled")
         self._sites: dict[str, Site] = {}
         self.is_backward = False
@@ -74,8 +74,7 @@ class Scorer:
             self._score(call, range(len(outputs)), ones)
 
     def add(self, site: str, choice: str, errors: Errors) -> None:
-        before = self.sums[site, choice]
-        self.sums[site, choice] = Errors(before.fisher + errors.fisher, before.weight_grad + errors.weight_grad)
+        self.sums[site, choice] = Errors(*(a + b for a, b in zip(self.sums[site, choice], errors, strict=True)))
 
     def unreached(self) -> list[tuple[Site, str]]:
         """Called sites without a score by gradient, with their choices; their sums start again."""
@@ -83,7 +82,7 @@ class Scorer:
         for name, site in self._sites.items():
             if self.basis[name] == "uncalled" or name in self._lost:
                 for choice in self._choices[name]:
-                    self.sums[name, choice] = Errors(0.0, 0.0)
+                    self.sums[name, choice] = Errors()
                     if choice != REFERENCE:
                         found.append((site, choice))
         return found
@@ -110,7 +109,7 @@ class Scorer:
                 errors = replay.errors(action, call.func)
             except (RuntimeError, BackendError) as error:
                 _log.warning("%s can't run in %s: %s", site.id, choice, error)
-                errors = Errors(math.inf, math.inf)
+                errors = Errors(math.inf, math.inf, math.inf)
             self.add(site.id, choice, errors)
 
 

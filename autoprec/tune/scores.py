@@ -4,9 +4,11 @@ When the gradient ``g`` of the loss reaches the result ``Y`` of a matrix product
 action that a converted model would run, for each format in turn, forward and backward:
 
 * ``fisher``, the sum of ``g² ΔY²``: the variance of the loss that independent errors ``ΔY`` of the result make;
-* ``weight_grad``, ``‖ΔgW‖²``: the error of the weights' gradient, which formats of gradients show in alone.
+* ``weight_grad``, ``‖ΔgW‖²``: the error of the weights' gradient;
+* ``input_grad``, ``‖ΔgXᵀ X‖²``: the error of the gradient that goes on to the layers before.
 
-Each is divided by its median over all sites and formats, and their sum is the harm.  Sums of harms over sites rank
+The last two are where a gradient's format shows.  Each is divided by its median over all sites and formats, and their
+sum is the harm.  Sums of harms over sites rank
 whole mixes by the loss they lose in training from a checkpoint (``benchmarks/scores.py``).
 """
 
@@ -42,12 +44,14 @@ class Score:
     Args:
         fisher: the sum of ``g² ΔY²``, in squares of the loss; of an ``output`` basis ``‖ΔY‖² / ‖Y‖²``.
         weight_grad: ``‖ΔgW‖²`` over the site's trainable parameters; 0 in inference, and where it has none.
+        input_grad: ``‖ΔgXᵀ X‖²`` over the operands that aren't parameters; 0 in inference.
         harm: their sum, each over its median; 0 for fp32.
         basis: what it was taken from.
     """
 
     fisher: float
     weight_grad: float
+    input_grad: float
     harm: float
     basis: Basis
 
@@ -141,9 +145,8 @@ def _scores(scorer: Scorer, choices: Mapping[str, Sequence[str]], batches: int) 
 
     def score(site: str, choice: str) -> Score:
         sums = scorer.sums[site, choice]
-        harm = sums.fisher / scales[0] + sums.weight_grad / scales[1]
-        return Score(
-            fisher=sums.fisher / batches, weight_grad=sums.weight_grad / batches, harm=harm, basis=scorer.basis[site]
-        )
+        harm = sum(value / scale for value, scale in zip(sums, scales, strict=True))
+        fisher, weight_grad, input_grad = (value / batches for value in sums)
+        return Score(fisher=fisher, weight_grad=weight_grad, input_grad=input_grad, harm=harm, basis=scorer.basis[site])
 
     return {site: {choice: score(site, choice) for choice in names} for site, names in choices.items()}
