@@ -87,11 +87,13 @@ def work(settings: Settings) -> None:
         for name in FORMATS[:2]:
             turns.plan(f"baseline {name}", dict.fromkeys(world.costs, name), {"name": name})
         while turns.num_ended() < settings.trials:
-            trial = turns.take(lambda trial: (_choose(world, trial), False))
+            trial = turns.take()
             if trial is None:
                 time.sleep(_POLL_S)
                 continue
-            mix = trial.params
+            mix = {name: trial.suggest_categorical(name, FORMATS) for name in world.costs}
+            if not turns.settle(trial, mix):
+                continue
             speed, gap = world.measure(mix)
             if mix in [t.params for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]:
                 # it was measured while the sampler chose it
@@ -101,10 +103,6 @@ def work(settings: Settings) -> None:
             trial.set_user_attr(SPEED_SD, 0.001)
             trial.set_constraint(CONSTRAINT, gap - BUDGET)
             turns.finish(trial, speed)
-
-
-def _choose(world: World, trial: optuna.Trial) -> dict[str, str]:
-    return {name: trial.suggest_categorical(name, FORMATS) for name in world.costs}
 
 
 def start(settings: Settings) -> multiprocessing.process.BaseProcess:

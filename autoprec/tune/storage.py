@@ -24,7 +24,7 @@ from autoprec.errors import MissingExtraError, StudyError, UsageError
 from autoprec.tune.journal import open_journal
 from autoprec.tune.lease import LEASE
 from autoprec.tune.lock import drop, hold
-from autoprec.tune.patience import PatientStorage, is_lasting, storage_failure
+from autoprec.tune.patience import PATIENCE_S, PatientStorage, is_lasting, storage_failure
 from autoprec.tune.reclaim import give_up, reclaim_stale_trials, take_lease
 
 __all__ = [
@@ -58,11 +58,9 @@ _DRIVERS = {
 #: Two processes that make the tables at the same time disturb each other; the second try finds them made.
 _MAX_CLASHES = 20
 _CLASH = re.compile(r"already exists|duplicate key|UNIQUE constraint", re.IGNORECASE)
-_ABSENT = re.compile(
-    r"connection refused|no such file|starting up|shutting down|recovery mode|timeout expired|closed the connection"
-    r"|too many|locked",
-    re.IGNORECASE,
-)
+#: A server that isn't there, perhaps not yet; and one that is.
+_ABSENT = re.compile(r"connection refused|no such file|timeout expired", re.IGNORECASE)
+_WAKING = re.compile(r"starting up|shutting down|recovery mode|closed the connection|too many|locked", re.IGNORECASE)
 
 
 @contextmanager
@@ -121,8 +119,7 @@ def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int =
     if storage is None:
         folder.mkdir(parents=True, exist_ok=True)
     url = storage_url(storage, folder, workers)
-    deadline = time.monotonic() + _OPENING_S
-    clashes = 0
+    started, clashes = time.monotonic(), 0
     while True:
         try:
             with quiet_optuna():
@@ -136,8 +133,7 @@ def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int =
         except Exception as exc:  # each database driver has its own errors
             is_clash = bool(_CLASH.search(str(exc)))
             clashes += is_clash
-            again = clashes < _MAX_CLASHES if is_clash else _may_pass(exc) and time.monotonic() < deadline
-            if not again:
+            if not (clashes < _MAX_CLASHES if is_clash else time.monotonic() - started < _patience_s(exc)):
                 said = str(getattr(exc, "orig", exc))
                 raise StudyError(
                     f"the storage {without_password(url)} can't be used: {type(exc).__name__}: {said}. {_ALLOWED}"
@@ -145,9 +141,14 @@ def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int =
         time.sleep(_OPENING_PAUSE_S)
 
 
-def _may_pass(exc: Exception) -> bool:
+def _patience_s(exc: Exception) -> float:
+    """How long a storage that can't be opened is waited for."""
     failure = storage_failure(exc)
-    return failure is not None and not is_lasting(failure) and bool(_ABSENT.search(str(failure)))
+    if failure is None or is_lasting(failure):
+        return 0.0
+    if _WAKING.search(str(failure)):
+        return PATIENCE_S
+    return _OPENING_S if _ABSENT.search(str(failure)) else 0.0
 
 
 def _open(url: str) -> BaseStorage:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autoprec.errors import StudyError
 from autoprec.tune.lease import LEASE, Heart, Watch, worker_name
 from autoprec.tune.lock import HAS_LOCKS, drop, hold, lock_folder
 from autoprec.tune.patience import PatientStorage
@@ -42,9 +41,6 @@ _OPEN = (TrialState.RUNNING, TrialState.WAITING)
 #: How long a process may take to choose a mix, as the others see it.
 _CHOOSING_S, _POLL_S = 30.0, 0.1
 
-Choose = Callable[[Trial], tuple[Mapping[str, Any], bool]]
-
-_log = optuna.logging.get_logger("autoprec")
 _NO_PLACE = "all wanted trials are taken"
 
 
@@ -63,7 +59,7 @@ class Turns:
         self._study, self._wanted = study, wanted
         self._watch = watch or Watch()
         self._heart = heart or Heart(study._storage)
-        self._open = ExitStack()
+        self._open, self._choosing = ExitStack(), ExitStack()
 
     def __enter__(self) -> Turns:
         self._open.enter_context(sole_process(self._study))
@@ -71,6 +67,7 @@ class Turns:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._choosing.close()
         self._open.close()
 
     def plan(self, evaluation: str, params: Mapping[str, Any], attrs: Mapping[str, Any]) -> None:
@@ -88,28 +85,50 @@ class Turns:
         names = {worker_name(trial.user_attrs[LEASE]) for trial in running if not self._watch.is_stale(trial)}
         return sorted(names - {worker_name()})
 
-    def take(self, choose: Choose) -> Trial | None:
-        """The next trial to run, with its mix; None while all that are wanted are over or run by other processes.
+    def take(self) -> Trial | None:
+        """The next trial to run; None while all that are wanted are over or run by other processes.
 
-        Args:
-            choose: suggests the trial's parameters; returns its mix, and whether it is measured again on purpose.
+        Until :meth:`settle` says its mix, other workers of this host wait with their choice.
 
         Raises:
             StudyError: the storage is lost.
         """
-        while True:
-            with _choosing(self._study):
-                if not self._has_work():
-                    return None
-                trial = self._study.ask()
-                try:
-                    reason = self._refusal(trial) or self._settle(trial, *choose(trial))
-                except BaseException as exc:
-                    self.abandon(trial, exc)
-                    raise
-                if reason is None:
-                    return trial
-                self._withdraw(trial, reason)
+        self._choosing.close()
+        self._choosing.enter_context(_turn_to_choose(self._study))
+        trial = None
+        try:
+            trial = self._next()
+        finally:
+            if trial is None:
+                self._choosing.close()
+        return trial
+
+    def _next(self) -> Trial | None:
+        while self._has_work():
+            trial = self._study.ask()
+            reason = self._refusal(trial)
+            if reason is None:
+                return trial
+            self._withdraw(trial, reason)
+        return None
+
+    def settle(self, trial: Trial, mix: Mapping[str, Any], *, is_repeat: bool = False) -> bool:
+        """Say what the trial measures.
+
+        Args:
+            trial: taken.
+            mix: all of its parameters.
+            is_repeat: whether it is measured again on purpose.
+
+        Returns:
+            whether it is to be run: it is withdrawn where a trial before it measures the same at this moment.
+        """
+        with self._choosing:
+            self._study._storage.set_trial_user_attr(trial._trial_id, MIX, dict(mix))
+            if is_repeat or "fixed_params" in self._frozen(trial).system_attrs or not self._has_twin(trial, mix):
+                return True
+            self._withdraw(trial, "its mix is being measured")
+            return False
 
     def finish(self, trial: Trial, value: float | None = None, state: TrialState | None = None) -> bool:
         """Tell the trial's end; False where another process, taking this one for dead, ended it before."""
@@ -122,17 +141,11 @@ class Turns:
             raise
         return True
 
-    def abandon(self, trial: Trial, why: BaseException) -> None:
-        """End a trial that wasn't measured, and enqueue its mix again; an interruption doesn't count against it.
-
-        Where the storage is lost, the trial stays running, and is found to be stale later.
-        """
+    def give_up(self, trial: Trial, why: str, *, died: bool = True) -> None:
+        """End a trial that wasn't measured, and enqueue its mix again; ``died`` counts against the mix."""
+        self._choosing.close()
         self._heart.drop(trial._trial_id)
-        died = not isinstance(why, (KeyboardInterrupt, StudyError))
-        try:
-            give_up(self._study, self._frozen(trial), type(why).__name__, died=died)
-        except Exception as exc:  # whatever a storage's driver raises; the first exception is the one to be seen
-            _log.debug("trial %d stays running: %s", trial.number, exc)
+        give_up(self._study, self._frozen(trial), why, died=died)
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -160,19 +173,16 @@ class Turns:
                 return reason
         return None if _is_retry(own) or self._has_place(own, others.values()) else _NO_PLACE
 
-    def _settle(self, trial: Trial, mix: Mapping[str, Any], is_repeat: bool) -> str | None:
-        """Say what the trial measures; why it must not: a trial before it measures the same at this moment."""
-        self._study._storage.set_trial_user_attr(trial._trial_id, MIX, dict(mix))
-        if is_repeat or "fixed_params" in self._frozen(trial).system_attrs:
-            return None
+    def _has_twin(self, trial: Trial, mix: Mapping[str, Any]) -> bool:
+        """Whether a running trial before this one measures the same."""
         deadline = time.monotonic() + _CHOOSING_S
         while True:
             before = [t for t in self._trials()[: trial.number] if t.state == TrialState.RUNNING]
             if any(planned(other) == mix for other in before):
-                return "its mix is being measured"
+                return True
             # one that has no mix yet may come to the same
             if all(planned(other) or self._watch.is_stale(other) for other in before) or time.monotonic() > deadline:
-                return None
+                return False
             time.sleep(_POLL_S)
 
     def _rivalry(self, own: FrozenTrial, other: FrozenTrial) -> str | None:
@@ -224,7 +234,7 @@ def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
 
 
 @contextmanager
-def _choosing(study: optuna.Study) -> Iterator[None]:
+def _turn_to_choose(study: optuna.Study) -> Iterator[None]:
     """Let the workers of this host choose one after another: at the same time, they would choose the same.
 
     Nothing depends on it, so that a process that stands still while it chooses is waited for no longer than others.

@@ -5,8 +5,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autoprec.errors import StudyError
+from autoprec.tune import turns as turns_module
 from autoprec.tune.lease import LEASE, own_lease
+from autoprec.tune.lock import hold
 from autoprec.tune.reclaim import ATTEMPT, DEATHS, EVALUATION, MAX_DEATHS, WITHDRAWN, enqueue, evaluation_of, has_ended
 from autoprec.tune.storage import open_study
 from autoprec.tune.turns import Turns
@@ -25,8 +26,11 @@ def _kill(trial):
     trial.set_user_attr(LEASE, {**own_lease(), "started": "12"})
 
 
-def _take(turns, mix=None, is_repeat=False):
-    return turns.take(lambda trial: (mix or {"g": f"mix {trial.number}"}, is_repeat))
+def _take(turns, mix=None):
+    trial = turns.take()
+    if trial is not None:
+        assert turns.settle(trial, mix or {"g": f"mix {trial.number}"})
+    return trial
 
 
 def _states(study):
@@ -127,64 +131,64 @@ def test_an_evaluation_that_is_given_up_counts(study):
         assert (_take(turns), turns.num_ended()) == (None, 1)
 
 
-@pytest.mark.parametrize(("why", "deaths"), [(KeyboardInterrupt(), 0), (StudyError(), 0), (MemoryError(), 1)])
-def test_an_abandoned_trial_is_tried_again(study, why, deaths):
+def test_a_trial_that_was_given_up_is_tried_again(study):
     with Turns(study, 1) as turns:
-        turns.abandon(_take(turns, {"g": "fp8"}), why)
-        assert _take(turns).user_attrs[DEATHS] == deaths
-
-
-def test_a_trial_is_abandoned_where_its_mix_cannot_be_chosen(study):
-    def fail(trial):
-        raise KeyboardInterrupt
-
-    with Turns(study, 1) as turns:
-        turns.plan("a", {"g": "bf16"}, {"name": "bf16"})
-        with pytest.raises(KeyboardInterrupt):
-            turns.take(fail)
-    assert _states(study) == ["FAIL", "WAITING"]
+        turns.give_up(_take(turns, {"g": "fp8"}), "MemoryError")
+        again = _take(turns)
+        assert again.user_attrs[DEATHS] == 1
+        turns.give_up(again, "KeyboardInterrupt", died=False)
+        assert _take(turns).user_attrs[DEATHS] == 1
 
 
 def test_a_mix_is_not_measured_by_two_at_the_same_time(study):
-    mixes = iter(["fp8", "fp8", "bf16"])
     with Turns(study, 5) as turns:
-        assert _take(turns, {"g": next(mixes)}).number == 0
-        assert turns.take(lambda trial: ({"g": next(mixes)}, False)).number == 2
-        assert _take(turns, {"g": "bf16"}, is_repeat=True).number == 3
+        assert turns.settle(turns.take(), {"g": "fp8"})
+        assert not turns.settle(turns.take(), {"g": "fp8"})
+        assert turns.settle(turns.take(), {"g": "fp8"}, is_repeat=True)
     assert study.trials[1].user_attrs[WITHDRAWN] == "its mix is being measured"
-    assert _states(study) == ["RUNNING", "FAIL", "RUNNING", "RUNNING"]
+    assert _states(study) == ["RUNNING", "FAIL", "RUNNING"]
 
 
 def test_a_trial_waits_for_the_mix_of_one_before_it(study):
     with Turns(study, 5) as turns:
         first, second = study.ask(), study.ask()
         answers = []
-        waiting = threading.Thread(target=lambda: answers.append(turns._settle(second, {"g": "fp8"}, False)))
+        waiting = threading.Thread(target=lambda: answers.append(turns._has_twin(second, {"g": "fp8"})))
         waiting.start()
         time.sleep(0.3)
         assert not answers
-        turns._settle(first, {"g": "fp8"}, False)
+        turns.settle(first, {"g": "fp8"})
         waiting.join()
-    assert answers == ["its mix is being measured"]
+    assert answers == [True]
 
 
 def test_workers_of_a_host_choose_one_after_another(study):
     inside, most = [], []
 
-    def choose(trial):
+    def work():
+        turns = Turns(study, 6)
+        trial = turns.take()
         inside.append(trial.number)
         most.append(len(inside))
         time.sleep(0.05)
         inside.remove(trial.number)
-        return {"g": trial.number}, False
+        turns.settle(trial, {"g": trial.number})
 
-    with Turns(study, 6) as turns:
-        threads = [threading.Thread(target=lambda: turns.take(choose)) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert most == [1] * 6
+
+
+def test_a_choice_that_fails_lets_others_choose(study, monkeypatch):
+    with Turns(study, 5) as turns:
+        turns.give_up(turns.take(), "KeyboardInterrupt", died=False)
+        tries = []
+        monkeypatch.setattr(turns_module, "hold", lambda *args, **options: tries.append(1) or hold(*args, **options))
+        assert _take(Turns(study, 5)) is not None
+    assert tries == [1]
 
 
 def test_who_still_runs_a_trial_is_known(study):
