@@ -150,3 +150,18 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
         return Problem(groups=groups, edges=edges, **{key: data[key] for key in ("fixed_s", "kind", "device")})
     except (KeyError, TypeError) as error:
         raise UsageError(f"not a problem as Problem.to_json writes it: {type(error).__name__}: {error}") from error
+
+
+def load_problem(path: str | PathLike[str]) -> Problem:
+    """The problem in a file that :meth:`Problem.save` wrote.
+
+    Raises:
+        UsageError: the file can't be read, or holds something else.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} can't be read as a problem: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds no problem but a {type(data).__name__}; autoprec tune writes problem.json")
+    return problem_from_json(data)

@@ -11,6 +11,7 @@ COMMANDS = [
     "inspect",
     "plan",
     "tune",
+    "solve",
     "convert",
     "check",
     "diff",
