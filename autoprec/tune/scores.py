@@ -14,6 +14,7 @@ whole mixes by the loss they lose in training from a checkpoint (``benchmarks/sc
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from autoprec.tune.gradient_errors import Loss, group_gradient_errors, scalar_lo
 from autoprec.tune.replay import Errors
 from autoprec.tune.score_pass import Basis, Passes, Scorer
 from autoprec.tune.variants import Variants
+
+_log = logging.getLogger("autoprec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +97,48 @@ def score_sites(
         raise UsageError("losses is empty; give at least one batch's loss")
     guard_checkpoint()
     variants = Variants(model, formats_of, mode, low_format, dict(recipe or {}), rulebook or load_rulebook())
-    scorer = Scorer(model, choices, variants)
-    with _some_gradient(model):
-        if _has_gradient(losses[0], model):
-            record(model, Passes(losses, scorer, backward=True), scorer.at_call, grad=True)
-        else:
-            record(model, Passes(losses, scorer, backward=False), scorer.at_output)
+    with _differentiable(model):
+        scorer = _passes(model, losses, choices, variants)
         _score_alone(losses, scorer)
     return _scores(scorer, choices, len(losses))
 
 
+def _passes(
+    model: nn.Module, losses: Sequence[Loss], choices: Mapping[str, Sequence[str]], variants: Variants
+) -> Scorer:
+    """Scores by the loss's gradient; by outputs where there is none."""
+    if _has_gradient(losses[0], model):
+        scorer = Scorer(model, choices, variants)
+        try:
+            record(model, Passes(losses, scorer, backward=True), scorer.at_call, grad=True)
+        except RuntimeError as error:
+            if variants.is_training:
+                raise
+            _log.warning("sites are scored by the error of their outputs, since a backward raised: %s", error)
+        else:
+            return scorer
+    scorer = Scorer(model, choices, variants)
+    record(model, Passes(losses, scorer, backward=False), scorer.at_output)
+    return scorer
+
+
 @contextmanager
-def _some_gradient(model: nn.Module) -> Iterator[None]:
-    """Lets gradients flow through a model that is frozen as a whole."""
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Lets gradients flow through a model that is frozen as a whole, and through recurrent layers in evaluation."""
     frozen = [p for p in model.parameters() if p.is_floating_point() and not p.is_inference()]
     if any(p.requires_grad for p in model.parameters()):
         frozen = []
+    # cuDNN's recurrent kernels have a backward in training only; torch's own have one always
+    cudnn = torch.backends.cudnn
+    has_cudnn = cudnn.enabled
+    evaluates = any(isinstance(module, nn.RNNBase) and not module.training for module in model.modules())
     try:
+        cudnn.enabled = has_cudnn and not evaluates
         for parameter in frozen:
             parameter.requires_grad_(True)
         yield
     finally:
+        cudnn.enabled = has_cudnn
         for parameter in frozen:
             parameter.requires_grad_(False)
 

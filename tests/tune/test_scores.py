@@ -312,6 +312,39 @@ def test_a_loss_without_a_gradient_leaves_the_error_of_the_output():
     assert found.fisher == pytest.approx((error.square().sum() / exact.square().sum()).item(), rel=1e-4)
 
 
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError("this kernel has no backward")
+
+
+def test_a_model_without_a_backward_is_scored_by_outputs_in_inference_alone(caplog):
+    model, x = Calls(lambda m, x: Forward.apply(F.linear(x, m.w)), w=(4, 16)), torch.randn(8, 16)
+    found = score(model, x, {"::linear#0": ("bf16",)}, mode="inference")["::linear#0"]["bf16"]
+    assert found.basis == "output"
+    assert 0 < found.fisher < 1e-4
+    assert "no backward" in caplog.text
+    with pytest.raises(RuntimeError, match="no backward"):
+        score(model, x, {"::linear#0": ("bf16",)})
+
+
+def test_recurrent_layers_in_evaluation_run_in_kernels_that_have_a_backward():
+    seen, before = [], torch.backends.cudnn.enabled
+
+    def loss(out):
+        seen.append(torch.backends.cudnn.enabled)
+        return out.square().mean()
+
+    model, x = nn.LSTM(16, 8).eval(), torch.randn(8, 2, 16)
+    score(model, x, {"": ("bf16",)}, loss, mode="inference")
+    assert not any(seen)
+    assert torch.backends.cudnn.enabled == before
+
+
 def test_a_site_that_the_batches_do_not_call_says_so():
     found = score(nn.Linear(16, 4), torch.randn(8, 16), {"": ("bf16",), "elsewhere": ("bf16",)})
     assert found["elsewhere"]["bf16"].basis == "uncalled"
