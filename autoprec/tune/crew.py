@@ -157,6 +157,8 @@ def _main(work: Callable[..., object], arguments: dict[str, Any], num_devices: i
     """What a worker process runs."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
+    # a process that was started in the background ignores interruptions
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, name="autoprec-parent", daemon=True).start()
     if num_devices > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_devices)))
