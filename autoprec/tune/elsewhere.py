@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -51,7 +52,7 @@ class Estimator:
         Raises:
             TargetError: a number of the target that is needed isn't known.
         """
-        return EstimatedComparison(candidate=self._step(self.as_there(plan)), baseline=self._step(None))
+        return EstimatedComparison(candidate=self._step(self.as_there(plan)), baseline=self._baseline)
 
     def memory(self, plan: Plan) -> Estimate:
         """Peak bytes of the plan's step."""
@@ -87,9 +88,11 @@ class Estimator:
         multiple = max(map(self.target.align, (formats.input, formats.weight, formats.grad_output)))
         return not site.leaf or any(size % multiple for size in site.input_shapes[1])
 
-    def _step(self, plan: Plan | None) -> Estimate:
-        """Of fp32 without a plan."""
-        plan = plan or Plan(rules=(), level="O0")
+    @cached_property
+    def _baseline(self) -> Estimate:
+        return self._step(Plan(rules=(), level="O0"))
+
+    def _step(self, plan: Plan) -> Estimate:
         return estimate_step(self.rows, _formats_of(plan), self.target, low=_low(plan), mode=self.task.mode)
 
 
