@@ -148,8 +148,19 @@ def identity_of(device: torch.device | str) -> dict[str, Any]:
         "device_kind": environment.device_kind,
         "cpu": environment.cpu,
         "threads": environment.threads,
-        "fp32_matmul": torch.get_float32_matmul_precision(),
+        "fp32_precision": _fp32_precision(),
     }
+
+
+def _fp32_precision() -> dict[str, str]:
+    """What the process lets torch make of fp32."""
+    backends = {
+        "cuda.matmul": torch.backends.cuda.matmul,
+        "cudnn.conv": torch.backends.cudnn.conv,
+        "mkldnn.matmul": torch.backends.mkldnn.matmul,
+        "mkldnn.conv": torch.backends.mkldnn.conv,
+    }
+    return {name: str(backend.fp32_precision) for name, backend in backends.items()}
 
 
 def _reading(values: dict[str, Any]) -> Reading:

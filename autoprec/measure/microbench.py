@@ -122,19 +122,23 @@ def measure_costs(
     asked = {site: tuple(dict.fromkeys(("fp32", *names))) for site, names in choices.items()}
     calls = [call for call in calls if call.site.id in asked]
     bench = _Bench(Ruler(device, cache), mode, low, formats_of, dict(recipe or {}))
-    casts = bench.casts({bench.storage(name) for names in asked.values() for name in names})
     alike: dict[tuple[str, tuple[str, ...]], list[OpCall]] = defaultdict(list)
     for call in calls:
         alike[call.key, asked[call.site.id]].append(call)
     largest_first = sorted(alike.items(), key=lambda item: _work(item[1]), reverse=True)
-    deadline = time.monotonic() + budget_s
-    for done, ((_, names), group) in enumerate(largest_first, start=1):
-        spent = f"the budget of {budget_s:g} s was spent on larger ones" if time.monotonic() >= deadline else ""
-        bench.measure(group[0], names, spent)
-        if on_progress is not None:
-            on_progress(done, len(largest_first), _label(group[0]))
-    if cache is not None:
-        cache.save()
+    try:
+        # the caller's random numbers are its own, and it may be evaluating
+        with torch.random.fork_rng(_gpus(bench.ruler.device)), torch.enable_grad():
+            casts = bench.casts({bench.storage(name) for names in asked.values() for name in names})
+            deadline = time.monotonic() + budget_s
+            for done, ((_, names), group) in enumerate(largest_first, start=1):
+                late = f"the budget of {budget_s:g} s was spent on larger ones" if time.monotonic() >= deadline else ""
+                bench.measure(group[0], names, late)
+                if on_progress is not None:
+                    on_progress(done, len(largest_first), _label(group[0]))
+    finally:
+        if cache is not None:
+            cache.save()
     return bench.costs(calls, asked, casts)
 
 
@@ -263,6 +267,11 @@ class _Bench:
                     missing.setdefault(site, next(self.failures[key] for key in keys if key in self.failures))
         device = self.ruler.environment.device
         return Costs(seconds=dict(seconds), missing=missing, casts=casts, mode=self.mode, device=device)
+
+
+def _gpus(device: torch.device) -> list[int]:
+    """Devices whose generator is used beside the CPU's."""
+    return [device.index or 0] if device.type == "cuda" else []
 
 
 def _work(calls: Sequence[OpCall]) -> tuple[int, int]:

@@ -55,6 +55,17 @@ def test_the_file_of_a_device_goes_by_versions_and_threads(monkeypatch, tmp_path
     assert CostCache.of_device("cpu").path != here
 
 
+def test_costs_in_fp32_and_in_what_torch_may_make_of_it_are_kept_apart():
+    switch = torch.backends.cuda.matmul
+    before, setting = identity_of("cpu"), switch.fp32_precision
+    switch.fp32_precision = "tf32"
+    try:
+        assert identity_of("cpu") != before
+    finally:
+        switch.fp32_precision = setting
+    assert identity_of("cpu") == before
+
+
 def test_what_others_wrote_meanwhile_stays(path):
     one, other = CostCache(path, HERE), CostCache(path, HERE)
     one.put("a", reading(1.0))

@@ -175,7 +175,30 @@ def test_steps_and_costs_share_a_unit(calls, cache):
     assert 0 < measured.low <= measured.value <= measured.high
 
 
-def test_a_real_model_leaves_no_warning(calls, caplog):
-    with caplog.at_level(logging.WARNING):
+def test_the_caller_notices_nothing(calls, caplog):
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING), torch.no_grad():
         measure_costs(calls, CHOICES)
     assert caplog.text == ""
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_is_measured_with_its_backward_by_a_caller_without_gradients(calls, monkeypatch):
+    seen = []
+    monkeypatch.setattr(microbench, "seconds_of", lambda step, device: seen.append(step) or 1.0)
+    with torch.no_grad():
+        measure_costs(calls, {"first": ["bf16"]})
+    with torch.enable_grad(), torch.profiler.profile() as profile:
+        seen[0]()
+    assert any("AddmmBackward" in event.key for event in profile.key_averages())
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(calls, cache, no_reading):
+    def interrupt(done, total, what):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_costs(calls, CHOICES, cache=cache, on_progress=interrupt)
+    no_reading()
+    again = CostCache(cache.path, cache.identity)
+    assert set(measure_costs(calls, {"first": ["bf16"]}, cache=again).seconds) == {"first"}
