@@ -22,6 +22,7 @@ import torch
 
 from autoprec import atomic
 from autoprec.errors import UsageError
+from autoprec.lower.switches import is_set
 from autoprec.measure.environment import describe_environment
 from autoprec.probe import cache_folder
 
@@ -148,19 +149,9 @@ def identity_of(device: torch.device | str) -> dict[str, Any]:
         "device_kind": environment.device_kind,
         "cpu": environment.cpu,
         "threads": environment.threads,
-        "fp32_precision": _fp32_precision(),
+        # or else what the process lets torch make of it
+        "fp32_as_it_is": {op: is_set(environment.device_kind, op, "ieee") for op in ("matmul", "conv2d", "lstm")},
     }
-
-
-def _fp32_precision() -> dict[str, str]:
-    """What the process lets torch make of fp32."""
-    backends = {
-        "cuda.matmul": torch.backends.cuda.matmul,
-        "cudnn.conv": torch.backends.cudnn.conv,
-        "mkldnn.matmul": torch.backends.mkldnn.matmul,
-        "mkldnn.conv": torch.backends.mkldnn.conv,
-    }
-    return {name: str(backend.fp32_precision) for name, backend in backends.items()}
 
 
 def _reading(values: dict[str, Any]) -> Reading:
