@@ -18,6 +18,7 @@ from autoprec.frames.swap import FAST
 from autoprec.graph.inputs import Run, as_run
 from autoprec.graph.record import record
 from autoprec.lower.apply import CONVERSION, Conversion, apply, undo
+from autoprec.lower.fusing import find_fusions, fusing_layers
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.receipts import make_receipt
 from autoprec.plan import Level, Mode, Plan
@@ -198,6 +199,11 @@ def _apply_recorded(model: nn.Module, plan: Plan, rulebook: Rulebook, run: Run, 
         undo(model)
         deviation = measure_deviation(model, plan, rulebook, run)
         apply(model, plan, rulebook)
+    if layers := fusing_layers(_conversion(model)):
+        undo(model)
+        fusions, unfused = find_fusions(model, plan, layers, run)
+        apply(model, plan, rulebook, fusions).unfused = unfused
+        recording = record(model, run)
     conversion = _conversion(model)
     conversion.receipt = make_receipt(model, conversion, recording)
     if deviation is not None:

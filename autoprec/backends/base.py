@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,23 @@ class LinearSpec:
     recipe: Recipe | None = None
     output_dtype: torch.dtype | None = None
     mode: Mode = "training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A norm over the last dimension, with the tensors of one call.
+
+    Args:
+        kind: ``LayerNorm`` or ``RMSNorm``.
+        eps: added to the variance, or to the mean square.
+        weight: ``[K]``.
+        bias: ``[K]``, None without.
+    """
+
+    kind: Literal["LayerNorm", "RMSNorm"]
+    eps: float
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +140,14 @@ class Backend:
         Returns:
             ``[..., N]``.
         """
+        raise NotImplementedError
+
+    def fuses(self, spec: LinearSpec) -> Answer:
+        """Whether it can run a norm and the product that alone reads it in one, forward and backward."""
+        return False, f"{self.name} has no kernel for a norm and a product in one"
+
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """:meth:`linear` of the norm of ``x``; for backends that fuse."""
         raise NotImplementedError
 
     def reset(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -15,10 +16,11 @@ from autoprec.frames.swap import FAST, FrameState, framed_methods, leaf_op, orig
 from autoprec.graph.site import GEMM_OPS
 from autoprec.lower.caches import Caches, note_caches, restore_caches
 from autoprec.lower.casts import NUMBER_OPS
+from autoprec.lower.deferred import KINDS
 from autoprec.lower.fast.path import FastPath
 from autoprec.lower.foreign import guard_foreign_code
 from autoprec.lower.frame import CastFrame, Choice, Choices, frame_for
-from autoprec.lower.gemm import DTYPES, GemmSettings, activation_dtype, needs_backend
+from autoprec.lower.gemm import DTYPES, activation_dtype, needs_backend, settings_of
 from autoprec.lower.matching import OpGlob, RuleMatcher
 from autoprec.lower.receipt import Receipt
 from autoprec.lower.storage import Stored, restore, store
@@ -33,29 +35,39 @@ CONVERSION = "_autoprec_conversion"
 
 @dataclass
 class Conversion:
-    """What was done to a model: enough to describe it and to undo it."""
+    """What was done to a model: enough to describe it and to undo it.
+
+    ``backends`` is by FQN of a layer, ``fusions`` by that of a norm: the layer that runs it in its own product.
+    """
 
     plan: Plan
     receipt: Receipt
     refused: dict[str, str] = field(default_factory=dict)
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
+    fusions: Mapping[str, str] = field(default_factory=dict)
+    unfused: Mapping[str, str] = field(default_factory=dict)
     stored: Stored | None = None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)
     caches: Caches = field(default_factory=dict)
 
 
 class FrameBuilder:
-    """Makes the frames of a plan; modules that do the same share one frame object."""
+    """Makes the frames of a plan; modules that do the same share one frame object.
 
-    def __init__(self, plan: Plan, rulebook: Rulebook) -> None:
+    Args:
+        plan: the plan.
+        rulebook: what ops need whatever the plan says.
+        norms: FQNs of norms that are left to the product after them.
+    """
+
+    def __init__(self, plan: Plan, rulebook: Rulebook, norms: Container[str] = ()) -> None:
         self.plan = plan
+        self._norms = norms
         self.matcher = RuleMatcher(plan)
-        self.settings = GemmSettings(
-            mode=plan.mode, low=storage_format(plan) or "fp32", recipe=json.dumps(plan.recipe, sort_keys=True)
-        )
+        self.settings = settings_of(plan)
         self._mechanics = mechanics(rulebook)
         self._ops = sorted(GEMM_OPS | set(rulebook.ops) | self.matcher.named_ops)
-        self._frames: dict[tuple[tuple[OpGlob, ...], tuple[str, ...]], CastFrame] = {}
+        self._frames: dict[tuple[tuple[OpGlob, ...], tuple[str, ...], bool], CastFrame] = {}
         self.neutral = frame_for(neutral_choices(rulebook), self.settings)
         #: FQN of each linear layer below 16 bit → the backend that takes it (or none) and why.
         self.backends: dict[str, tuple[str, str]] = {}
@@ -64,9 +76,15 @@ class FrameBuilder:
         """The frame of one method of one module."""
         relevant = self.matcher.relevant(fqn if method == "forward" else f"{fqn}:{method}")
         backend = self._backend(fqn, module, relevant)
-        key = relevant, backend
+        key = relevant, backend, fqn in self._norms
         if key not in self._frames:
-            self._frames[key] = frame_for(self._choices(relevant, backend), self.settings)
+            choices = self._choices(relevant, backend)
+            if fqn in self._norms:
+                choices = tuple(
+                    (op, i, choice._replace(kind="defer") if op in KINDS and choice.kind == "cast" else choice)
+                    for op, i, choice in choices
+                )
+            self._frames[key] = frame_for(choices, self.settings)
         return self._frames[key]
 
     def _backend(self, fqn: str, module: nn.Module, relevant: tuple[OpGlob, ...]) -> tuple[str, ...]:
@@ -130,9 +148,18 @@ def neutral_choices(rulebook: Rulebook) -> tuple[tuple[str, int | None, Choice],
     return tuple((op, None, choice) for op, choice in sorted(choices.items()))
 
 
-def apply(model: nn.Module, plan: Plan, rulebook: Rulebook) -> Conversion:
-    """Puts every module of ``model`` into the frames of ``plan``."""
-    builder = FrameBuilder(plan, rulebook)
+def apply(
+    model: nn.Module, plan: Plan, rulebook: Rulebook, fusions: Mapping[str, str] = MappingProxyType({})
+) -> Conversion:
+    """Puts every module of ``model`` into the frames of ``plan``.
+
+    Args:
+        model: not converted.
+        plan: the plan.
+        rulebook: the rules.
+        fusions: FQN of a norm → of the linear layer that alone reads it, to be run in one.
+    """
+    builder = FrameBuilder(plan, rulebook, fusions)
     conversion = Conversion(plan, Receipt(rows=()), caches=note_caches(model))
     restore_outputs = plan.level != "O3"
     states: dict[tuple[Any, ...], FrameState] = {}
@@ -144,7 +171,7 @@ def apply(model: nn.Module, plan: Plan, rulebook: Rulebook) -> Conversion:
         reason = set_frames(module, states[key])
         if reason is not None:
             conversion.refused[fqn] = reason
-    conversion.backends = builder.backends
+    conversion.backends, conversion.fusions = builder.backends, dict(fusions)
     _keep_unfused(model, conversion)
     guard_foreign_code(model)
     if plan.level in ("O2", "O3"):

@@ -11,6 +11,7 @@ import torch
 from autoprec.frames.mode import Action
 from autoprec.frames.names import is_inplace, spellings
 from autoprec.lower import casts
+from autoprec.lower.deferred import Defer
 from autoprec.lower.gemm import DTYPES, GemmSettings, gemm_action
 from autoprec.plan import Formats
 
@@ -20,7 +21,8 @@ class Choice(NamedTuple):
 
     Args:
         kind: ``cast`` (all arguments in ``formats.input``), ``gemm`` (formats by role), ``widest``, ``destination``,
-            ``statistics``, ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``.
+            ``statistics``, ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``; ``defer`` is the
+            ``cast`` of a norm that is left to the product after it.
         formats: for ``cast`` and ``gemm``.
         backend: the backend that takes a ``gemm`` of fewer than 16 bits; empty if none does.
     """
@@ -112,6 +114,8 @@ def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> A
     if choice.kind == "gemm":
         return gemm_action(op, choice.formats, choice.backend, settings)
     dtype = DTYPES[choice.formats.input]
+    if choice.kind == "defer":
+        return Defer(op, casts.CastTo(dtype), dtype)
     if op in casts.WRITTEN:
         return casts.CastAround(dtype)
     return casts.CastTo(dtype)

@@ -12,9 +12,10 @@ from autoprec.backends.base import LinearSpec
 from autoprec.backends.registry import get_backend
 from autoprec.frames.mode import Action
 from autoprec.lower import casts
+from autoprec.lower.deferred import Deferred
 from autoprec.lower.single import PRODUCTS, SingleGemm
 from autoprec.lower.weights import cast_weight
-from autoprec.plan import FIXED, FOLLOW, Formats
+from autoprec.plan import FIXED, FOLLOW, Formats, Plan
 from autoprec.recipes import recipe_for
 
 #: Formats that need no kernel of a backend.
@@ -84,17 +85,33 @@ class QuantizedLinear:
     def __init__(self, formats: Formats, backend: str, settings: GemmSettings) -> None:
         self.kernel = get_backend(backend)
         self.dtype = activation_dtype(formats, settings)
-        recipe = recipe_for((formats.input, formats.weight, formats.grad_output), json.loads(settings.recipe))
-        mode = "inference" if settings.mode == "inference" else "training"
-        self.spec = LinearSpec(formats=formats, recipe=recipe, output_dtype=self.dtype, mode=mode)
+        self.spec = linear_spec(formats, settings)
+        self.fuses = self.kernel.fuses(self.spec)[0]
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
         return self._run(*args, **kwargs)
 
     def _run(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(input, Deferred) and self.fuses:
+            pending = input.pending
+            pending.check_unwritten()
+            return self.kernel.norm_linear(pending.source, pending.norm, weight, bias, self.spec)
         if input.dtype not in casts.CASTABLE:
             return torch.nn.functional.linear(input, weight, bias)
         return self.kernel.linear(casts.cast(input, self.dtype), weight, bias, self.spec)
+
+
+def settings_of(plan: Plan) -> GemmSettings:
+    """What a plan's GEMMs need to know."""
+    low = next((r.formats.input for r in reversed(plan.rules) if r.formats.input in ("bf16", "fp16")), "fp32")
+    return GemmSettings(mode=plan.mode, low=low, recipe=json.dumps(plan.recipe, sort_keys=True))
+
+
+def linear_spec(formats: Formats, settings: GemmSettings) -> LinearSpec:
+    """What a backend is told of a linear layer in these formats."""
+    recipe = recipe_for((formats.input, formats.weight, formats.grad_output), json.loads(settings.recipe))
+    mode = "inference" if settings.mode == "inference" else "training"
+    return LinearSpec(formats=formats, recipe=recipe, output_dtype=activation_dtype(formats, settings), mode=mode)
 
 
 def activation_dtype(formats: Formats, settings: GemmSettings) -> torch.dtype:

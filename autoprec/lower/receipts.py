@@ -54,7 +54,14 @@ def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: 
     rule = matcher.rule_for_site(site.scope, site.op, site.index)
     asked, why = _words(rule)
     backend, answer = conversion.backends.get(site.module, ("", "")) if site.leaf else ("", "")
+    if site.leaf and site.module in conversion.fusions:
+        layer = conversion.fusions[site.module]
+        why = _join(why, f"te fused: runs in the product of {layer!r}")
+        mechanism = f"backend:{conversion.backends[layer][0]}"
+        return Row(site=site.id, op=site.op, asked=asked, got=asked, why=why, mechanism=mechanism)
     if backend:
+        norm = next((norm for norm, layer in conversion.fusions.items() if layer == site.module), "")
+        answer = _join(answer, f"te fused: with norm {norm!r}" if norm else conversion.unfused.get(site.module, ""))
         return Row(
             site=site.id,
             op=site.op,

@@ -104,6 +104,59 @@ def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return grad.sum(0), quantize(grad, quantizer)
 
 
+def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp32: the norm, the mean (of a layer norm) and the reciprocal of the deviation."""
+    rows = x.detach().float()
+    mean = rows.mean(1) if bias is not None else torch.zeros(len(rows))
+    inverse = (rows - mean[:, None]).square().mean(1).add(eps).rsqrt()
+    out = (rows - mean[:, None]) * inverse[:, None] * weight.detach().float()
+    return (out if bias is None else out + bias.detach().float()), mean, inverse
+
+
+def _norm_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Any, dtype: Any) -> Any:
+    normed, mean, inverse = _normed(x, weight, bias, eps)
+    CALLS.append(("norm", {"eps": eps, "shape": tuple(x.shape), "dtype": x.dtype}))
+    out = normed.to(TORCH[DType(int(dtype))])
+    return (out if quantizer is None else quantize(out, quantizer)), mean, inverse
+
+
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero: bool
+) -> Any:
+    assert out is None
+    assert not zero
+    return _norm_fwd(x, weight, bias, eps, quantizer, dtype)
+
+
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero: bool
+) -> Any:
+    assert out is None
+    assert not zero
+    return _norm_fwd(x, weight, None, eps, quantizer, dtype)
+
+
+def _norm_bwd(grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, centred: bool) -> list[Tensor]:
+    grad, rows = grad.detach().float(), x.detach().float()
+    normal = (rows - mean[:, None]) * inverse[:, None]
+    scaled = grad * weight.detach().float()
+    inner = scaled - normal * (scaled * normal).mean(1, keepdim=True)
+    if centred:
+        inner = inner - scaled.mean(1, keepdim=True)
+    grads = [inner * inverse[:, None], (grad * normal).sum(0), grad.sum(0)]
+    return [on_gpu(g.to(x.dtype)) for g in grads]
+
+
+def layernorm_bwd(
+    grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, margin: int, zero: bool
+) -> list[Tensor]:
+    return _norm_bwd(grad, x, mean, inverse, weight, centred=True)
+
+
+def rmsnorm_bwd(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin: int, zero: bool) -> list[Tensor]:
+    return _norm_bwd(grad, x, torch.zeros(len(x)), inverse, weight, centred=False)[:2]
+
+
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     return data.t().contiguous()
 
@@ -191,7 +244,8 @@ def install() -> None:
     module = types.ModuleType("transformer_engine_torch")
     module.__spec__ = importlib.util.spec_from_loader("transformer_engine_torch", None)
     kernels = (quantize, bgrad_quantize, fp8_transpose, generic_gemm, fused_amax_and_scale_update_after_reduction)
-    for item in (DType, *kernels, get_cublasLt_version):
+    norms = (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd)
+    for item in (DType, *kernels, *norms, get_cublasLt_version):
         setattr(module, item.__name__, item)
     module.FP8FwdTensors, module.FP8BwdTensors = FP8FwdTensors, FP8BwdTensors  # type: ignore[attr-defined]
     module.__getattr__ = Missing("").__getattr__  # type: ignore[method-assign]

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, first_refusal, refuse_op
+from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, Norm, first_refusal, refuse_op
+from autoprec.backends.transformer_engine.fused import NormLayer
 from autoprec.backends.transformer_engine.layer import DelayedLayer, Layer
 from autoprec.backends.transformer_engine.recipes import SUPPORT, refuse_recipe
 from autoprec.errors import BackendError
@@ -38,6 +39,7 @@ class TransformerEngineBackend(Backend):
 
     def __init__(self) -> None:
         self._layers: dict[_Key, Layer] = {}
+        self._norm_layers: dict[tuple[_Key, str, float], NormLayer] = {}
         # The weight of a site is all that tells it from others: modules that do the same share a frame.
         self._of_weights: Any = WeakIdKeyDictionary()
         self._eager: Callable[..., Any] = self._linear
@@ -73,8 +75,35 @@ class TransformerEngineBackend(Backend):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         return self._eager(x, weight, bias, spec)
 
+    def fuses(self, spec: LinearSpec) -> Answer:
+        if isinstance(spec.recipe, DelayedRecipe):
+            return False, "recipe 'delayed' starts from the norm's result, which a fused kernel doesn't show"
+        return True, "Transformer Engine's LayerNormLinear"
+
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        if spec.recipe is None or isinstance(spec.recipe, DelayedRecipe) or not x.is_cuda or not x.numel():
+            raise BackendError(
+                f"backend 'transformer_engine' can't fuse {spec.recipe} on {x.device}; ask fuses() first"
+            )
+        key = (spec.recipe, spec.formats, x.device)
+        layer = self._norm_layers.get((key, norm.kind, norm.eps))
+        if layer is None:
+            layer = self._norm_layers[key, norm.kind, norm.eps] = NormLayer(*key, norm.kind, norm.eps)
+        rows = x.reshape(-1, x.shape[-1])
+        single = x.dtype == torch.float32
+        output = layer.normed(
+            _repeat_last(rows, _multiple(spec.recipe)),
+            norm,
+            weight.to(x.dtype) if single else weight,
+            None if single else bias,
+        )[: rows.shape[0]]
+        if single and bias is not None:
+            output = output + bias
+        return output.reshape(*x.shape[:-1], weight.shape[0]).to(spec.output_dtype or x.dtype)
+
     def reset(self) -> None:
         self._layers.clear()
+        self._norm_layers.clear()
         self._of_weights.clear()
         if self.available()[0]:
             importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
@@ -132,6 +161,12 @@ def _pad_rows(rows: Tensor, multiple: int) -> Tensor:
     """Zero rows up to a multiple; they change no scale, and add nothing to a product that contracts them."""
     missing = -rows.shape[0] % multiple
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _repeat_last(rows: Tensor, multiple: int) -> Tensor:
+    """Copies of the last row up to a multiple: unlike that of zeros their norm changes no scale."""
+    missing = -rows.shape[0] % multiple
+    return torch.cat([rows, rows[-1:].expand(missing, -1)]) if missing else rows
 
 
 def _refuse_shape(gemm: Gemm) -> str:

@@ -43,8 +43,11 @@ class Layer:
         self._device = device
         # Someone's quantized_model_init would make it think that its weights are stored in 8 bits.
         with _REGION, torch.cuda.device(device), self._te.quantized_model_init(enabled=False, recipe=self._te_recipe):
-            self._linear = self._te.Linear(16, 16, bias=True, device="meta")
+            self._linear = self._make()
         self._lend(None, None)
+
+    def _make(self) -> Any:
+        return self._te.Linear(16, 16, bias=True, device="meta")
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``rows @ weight.T + bias``: ``[M, K]`` and ``[N, K]`` give ``[M, N]`` in the dtype of ``rows``.

@@ -1,0 +1,148 @@
+"""A norm whose result isn't computed until somebody reads it: the product that alone does may run both in one.
+
+A fused product takes the norm's input and parameters.  Any other read computes the norm as if nothing had been put off;
+where that would no longer give the same numbers, or lose a gradient, it is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+from autoprec.backends.base import Norm
+from autoprec.errors import ConversionError
+from autoprec.frames.mode import Action
+from autoprec.lower import casts
+
+#: Norms that a product can be fused with: op → what Transformer Engine calls it.
+KINDS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+#: Questions that are answered without the numbers.
+_SHAPE = frozenset({"size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "get_device"})
+_SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "is_cuda", "is_meta", "layout", "is_nested"})
+
+
+class Pending:
+    """What a norm's result is to be computed from.
+
+    Args:
+        source: the norm's input.
+        norm: its kind and parameters.
+        compute: gives the result, as the norm's own call does.
+    """
+
+    def __init__(self, source: Tensor, norm: Norm, compute: Callable[[], Tensor]) -> None:
+        self.source = source
+        self.norm = norm
+        self._compute = functools.cache(compute)
+        self._versions = self._versions_now()
+        self._records_gradients = torch.is_grad_enabled()
+
+    def check_unwritten(self) -> None:
+        """Raises if what the result is computed from has been written since."""
+        if self._versions != self._versions_now():
+            raise ConversionError(
+                "a norm's input or parameters were written before its result was read, while the product after it was "
+                "to compute it; convert without example_inputs, so that nothing is fused"
+            )
+
+    def compute(self) -> Tensor:
+        """The result, for somebody else than the product."""
+        self.check_unwritten()
+        if self._records_gradients and not torch.is_grad_enabled() and self.source.requires_grad:
+            raise ConversionError(
+                "a norm's result was read where no gradient is recorded, while the product after it was to compute it; "
+                "convert without example_inputs, so that nothing is fused"
+            )
+        return self._compute()
+
+    def _versions_now(self) -> tuple[int, ...]:
+        tensors = (self.source, self.norm.weight, self.norm.bias)
+        return tuple(t._version for t in tensors if t is not None and not t.is_inference())
+
+
+class Deferred(Tensor):
+    """The result of a norm, not computed yet; ``pending`` says from what it will be.
+
+    Args:
+        pending: see there.
+        dtype: of the result.
+    """
+
+    pending: Pending
+
+    @staticmethod
+    def __new__(cls, pending: Pending, dtype: torch.dtype) -> Deferred:
+        source = pending.source
+        made = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype, device=source.device)  # type: ignore[attr-defined]
+        made.pending = pending
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if name in _SHAPE or attribute in _SHAPE_ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_computed(args), **_computed(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ConversionError(
+            f"{func} read a norm's result from below torch's functions, while the product after it was to compute it; "
+            "convert without example_inputs, so that nothing is fused"
+        )
+
+
+class Defer:
+    """The action of a norm that one product alone reads.
+
+    Args:
+        op: ``layer_norm`` or ``rms_norm``.
+        action: what the norm does otherwise; None runs it as it is.
+        dtype: of its result.
+    """
+
+    def __init__(self, op: str, action: Action | None, dtype: torch.dtype) -> None:
+        self._op = op
+        self._action = action
+        self._dtype = dtype
+
+    def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
+        def compute() -> Any:
+            return func(*args, **kwargs) if self._action is None else self._action(func, args, kwargs)
+
+        norm = None if torch.compiler.is_compiling() else self._norm(*args, **kwargs)
+        return compute() if norm is None else Deferred(Pending(args[0], norm, compute), self._dtype)
+
+    def _norm(
+        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, *rest: Any, **named: Any
+    ) -> Norm | None:
+        """The norm, None where the product after it can't take it over in this call."""
+        eps = named.get("eps", rest[-1] if rest else None)
+        bias = named.get("bias", rest[0] if self._op == "layer_norm" and rest else None)
+        fits = input.is_cuda and bool(input.numel()) and input.dtype in casts.CASTABLE and not input.is_inference()
+        if weight is None or not fits or len(normalized_shape) != 1 or _functorch.maybe_current_level() is not None:
+            return None
+        if eps is None:
+            eps = torch.finfo(input.dtype).eps if self._op == "rms_norm" else 1e-5
+        return Norm(kind=KINDS[self._op], eps=eps, weight=weight, bias=bias)  # type: ignore[arg-type]
+
+
+def _computed(tree: Any) -> Any:
+    if isinstance(tree, Deferred):
+        return tree.pending.compute()
+    if isinstance(tree, dict):
+        return {key: _computed(value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        items = [_computed(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
