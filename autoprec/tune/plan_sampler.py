@@ -10,7 +10,7 @@ All state is in the study's trials: a sampler in another process, or made anew, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 import optuna
@@ -22,7 +22,6 @@ from optuna.trial import FrozenTrial
 from autoprec.tune.bisect import front_mixes, next_on_front
 from autoprec.tune.encoding import Encoding, Numbers, encode_numbers
 from autoprec.tune.history import (
-    CONSTRAINT,
     FRONT,
     MIX,
     ORIGIN,
@@ -35,7 +34,7 @@ from autoprec.tune.history import (
 )
 from autoprec.tune.objective import Belief, Beliefs, Objective
 from autoprec.tune.pool import candidates
-from autoprec.tune.settings import EVERY, MAX_TRIALS, propose_settings, settings_of
+from autoprec.tune.settings import best_setting, is_turn, propose_settings, settings_of
 from autoprec.tune.surrogate import Model, cost_model, gap_model
 
 #: Trials that bisect the front.
@@ -47,11 +46,30 @@ _CAUTION, FINAL_CAUTION = 0.5, 1.0
 _NEVER = 1e-12
 
 
+class Options(TypedDict, total=False):
+    """What a sampler may be told.
+
+    Args:
+        noise: standard deviation of a measured gap; 0 by default.
+        seed: of all draws; 0 by default.
+        objective: what to look for; by default the fastest within the budget.
+        defaults: other parameters → their values until better ones are known.
+        only_front: propose nothing but the solved front while a mix of it is left.
+    """
+
+    noise: float
+    seed: int
+    objective: Objective | None
+    defaults: Mapping[str, Any] | None
+    only_front: bool
+
+
 class PlanSampler(BaseSampler):
     """Samples one categorical parameter per group; measures no mix twice, but on purpose.
 
     The study's value is what the objective makes large: speed (or the saving of bytes) in units of the reference's,
-    0 where it wasn't measured.  Its constraint :data:`CONSTRAINT` is the loss gap less the budget.
+    0 where it wasn't measured.  Its constraint :data:`~autoprec.tune.history.CONSTRAINT` is the loss gap less the
+    budget.
 
     Args:
         harms: group → choice → expected share in the loss gap, in any unit; the first choice is the reference.
@@ -59,12 +77,10 @@ class PlanSampler(BaseSampler):
         budget: largest allowed loss gap.
         casts: ``(group, group, cost)`` where the two store their numbers differently.
         fixed: cost that no choice changes; 1 where ``costs`` are changes against the reference.
-        noise: standard deviation of a measured gap.
-        seed: of all draws.
-        objective: what to look for; by default the fastest within the budget.
-        defaults: other parameters → their values until better ones are known.
-        num_front: trials that bisect the solved front.
-        only_front: propose nothing else while there is a mix of the front left.
+        options: see :class:`Options`.
+
+    Raises:
+        UsageError: harms and costs name different choices, or a number can't be used.
     """
 
     def __init__(
@@ -75,47 +91,23 @@ class PlanSampler(BaseSampler):
         *,
         casts: Sequence[tuple[str, str, float]] = (),
         fixed: float = 1.0,
-        noise: float = 0.0,
-        seed: int = 0,
-        objective: Objective | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        num_front: int = _MAX_FRONT,
-        only_front: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        self._prepare(encode_numbers(harms, costs, casts=casts, fixed=fixed), budget, noise, seed, objective, defaults)
-        self._num_front, self._only_front = num_front, only_front
+        self._start(encode_numbers(harms, costs, casts=casts, fixed=fixed), budget, options)
 
     @classmethod
-    def of(
-        cls,
-        encoding: Encoding,
-        budget: float,
-        *,
-        noise: float = 0.0,
-        seed: int = 0,
-        objective: Objective | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        num_front: int = _MAX_FRONT,
-        only_front: bool = False,
-    ) -> PlanSampler:
+    def of(cls, encoding: Encoding, budget: float, **options: Unpack[Options]) -> Self:
         """The sampler for a planner's problem, see :func:`~autoprec.tune.encoding.encode_problem`."""
         sampler = cls.__new__(cls)
-        sampler._prepare(encoding, budget, noise, seed, objective, defaults)
-        sampler._num_front, sampler._only_front = num_front, only_front
+        sampler._start(encoding, budget, options)
         return sampler
 
-    def _prepare(
-        self,
-        encoding: Encoding,
-        budget: float,
-        noise: float,
-        seed: int,
-        objective: Objective | None,
-        defaults: Mapping[str, Any] | None,
-    ) -> None:
-        self.objective = objective or Objective(kind="speed", budget=budget)
-        self._encoding, self._budget, self._noise, self._seed = encoding, budget, noise, seed
-        self._defaults = dict(defaults or {})
+    def _start(self, encoding: Encoding, budget: float, options: Options) -> None:
+        self.objective = options.get("objective") or Objective(kind="speed", budget=budget)
+        self._encoding, self._budget = encoding, budget
+        self._noise, self._seed = options.get("noise", 0.0), options.get("seed", 0)
+        self._defaults = dict(options.get("defaults") or {})
+        self._only_front = options.get("only_front", False)
         self._front = front_mixes(encoding)
         if self.objective.kind == "loss":
             self._front.reverse()
@@ -144,7 +136,11 @@ class PlanSampler(BaseSampler):
         """Settings: those that the trial is for, else the best known, else the defaults."""
         trials = study.get_trials(deepcopy=False)
         asked = settings_of(trials[trial.number]).get(param_name)
-        for value in (asked, self._best_setting(trials, param_name), self._defaults.get(param_name)):
+        for value in (
+            asked,
+            best_setting(self._encoding, trials, param_name, 2 * self._noise),
+            self._defaults.get(param_name),
+        ):
             if value is not None and param_distribution._contains(param_distribution.to_internal_repr(value)):
                 return value
         sampler = optuna.samplers.RandomSampler(seed=self._seed + trial.number)
@@ -199,7 +195,7 @@ class PlanSampler(BaseSampler):
         return Beliefs(beliefs.cost, beliefs.cost_sd, gap, gap_sd)
 
     def _next_on_front(self, history: History, models: tuple[Model, Model]) -> Mix | None:
-        if history.num_from_front >= self._num_front and not self._only_front:
+        if history.num_from_front >= _MAX_FRONT and not self._only_front:
             return None
         kept = self.objective.allowed(self._measured(history, models), 0.0)
         outcome: dict[Mix, bool | None] = {tuple(mix): None for mix in history.running.tolist()}
@@ -254,41 +250,19 @@ class PlanSampler(BaseSampler):
         self, history: History, models: tuple[Model, Model], trials: Sequence[FrozenTrial], turn: int
     ) -> dict[str, Any] | None:
         """Other settings for a mix that a lower loss would make, or keep, the best."""
-        if not history.distributions or history.num_settings >= MAX_TRIALS or turn % EVERY:
+        if not is_turn(history, turn):
             return None
-        best, _, _ = self._best(history, models, turn)
         beliefs = self._measured(history, models)
-        near = (beliefs.gap <= 2 * self._budget) & (self.objective.value(beliefs) <= best)
+        value = self.objective.value(beliefs)
+        best, _, _ = self._best(history, models, turn)
+        near = (beliefs.gap <= 2 * self._budget) & (value <= best)
         rows = [k for k in np.flatnonzero(near).tolist() if history.settings[k]]
         if not rows:
             return None
-        row = min(rows, key=lambda k: float(self.objective.value(beliefs)[k]))
-        mix = tuple(history.mixes[row].tolist())
-        names = dict(history.settings[row])
-        expected = {number: float(beliefs.gap[r]) - self._budget for number, r in history.number.items()}
-        tried = [
-            {name: t.params[name] for name in names}
-            for t in trials
-            if self._encoding.indices(t.params) == mix and names.keys() <= t.params.keys()
-        ]
-        shapes = {name: history.distributions[name] for name in names}
-        found = propose_settings(trials, expected, shapes, tried, self._seed + turn)
-        return None if found is None else {MIX: list(mix), ORIGIN: SEARCH, SETTINGS: found}
-
-    def _best_setting(self, trials: Sequence[FrozenTrial], name: str) -> Any:
-        """Of the trial that tried settings and was furthest under what its mix gave before; None where none was."""
-        gaps: dict[Mix, float] = {}
-        found, least = None, 0.0
-        for trial in trials:
-            mix = self._encoding.indices(trial.params)
-            if mix is None or not trial.state.is_finished() or CONSTRAINT not in trial.constraints:
-                continue
-            gap = trial.constraints[CONSTRAINT]
-            change = gap - gaps.get(mix, gap)
-            if SETTINGS in trial.system_attrs and name in trial.params and change < min(least, -2 * self._noise):
-                found, least = trial.params[name], change
-            gaps.setdefault(mix, gap)
-        return found
+        row = min(rows, key=lambda k: float(value[k]))
+        expected = {number: float(beliefs.gap[k]) - self._budget for number, k in history.number.items()}
+        found = propose_settings(self._encoding, history, row, trials, expected, self._seed + turn)
+        return None if found is None else {MIX: history.mixes[row].tolist(), ORIGIN: SEARCH, SETTINGS: found}
 
 
 def _predict(models: tuple[Model, Model], mixes: np.ndarray) -> Beliefs:

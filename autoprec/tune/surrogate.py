@@ -20,7 +20,7 @@ _RHO = 0.6
 #: Loss gap: share of the budget that a choice's harm may be off by, beside its own size; weight of one common scale.
 _SPREAD, _RIDGE, _LEAST_SCALE = 0.4, 0.3, 0.05
 #: Share of a mix's loss gap that isn't a sum over groups.
-_REMAINDER = 0.2
+_REMAINDER = 0.15
 #: Mixes needed before formats get scales of their own.
 _ENOUGH = 5
 #: Relative errors of a cost: of each choice's, of all together, and of what doesn't add up.
