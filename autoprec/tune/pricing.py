@@ -115,7 +115,7 @@ class _Pricer:
                     why = self._costs.missing.get(site, f"{name} wasn't priced")
                     self._note(f"{site} in {name} costs what it does in {instead}: {why}")
                 return known[instead]
-        self._note(f"{site} counts as fixed time: {self._costs.missing.get(site, 'it was not priced')}")
+        self._note(f"{site} is left out of every choice: {self._costs.missing.get(site, 'it was not priced')}")
         return 0.0
 
     def _stored(self, choice: str) -> dict[str, str]:

@@ -205,7 +205,7 @@ def test_what_could_not_be_priced_takes_what_it_falls_back_to_and_is_said(mlp):
     assert costs["second", "fp8_e4m3"] == 60
     assert priced.problem.fixed_s == 0
     assert "first in fp8_e4m3 costs what it does in bf16: fp8_e4m3 can't run alone: no kernel" in priced.notes
-    assert "::gelu#0 counts as fixed time: the budget was spent" in priced.notes
+    assert "::gelu#0 is left out of every choice: the budget was spent" in priced.notes
     assert any("take 160 s one by one and 150 s together" in note for note in priced.notes)
 
 
@@ -218,5 +218,5 @@ def test_costs_measured_on_this_machine_make_a_problem_with_a_front(mlp):
     assert priced.problem.kind == "measured"
     assert all(option.cost_s > 0 for group in priced.problem.groups[:2] for option in group.options)
     assert "first in fp8_e4m3 costs what it does in bf16: fp8_e4m3 wasn't priced" in priced.notes
-    assert "::gelu#0 counts as fixed time: it was not priced" in priced.notes
+    assert "::gelu#0 is left out of every choice: it was not priced" in priced.notes
     assert front(priced.problem)[-1].harm == 0
