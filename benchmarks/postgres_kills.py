@@ -117,7 +117,13 @@ def _has_account(name: str) -> bool:
 
 
 def run(
-    server: Server, settings: simulated.Settings, *, workers: int, kill_every_s: float | None, restart_at: int | None
+    server: Server,
+    settings: simulated.Settings,
+    *,
+    workers: int,
+    kill_every_s: float | None = None,
+    max_kills: int = 10_000,
+    restart_at: int | None = None,
 ) -> dict[str, Any]:
     """One study with so many workers; what became of it.
 
@@ -126,6 +132,7 @@ def run(
         settings: of the workers; each gets a seed of its own.
         workers: processes.
         kill_every_s: mean seconds between two kills; None for none.
+        max_kills: no more than these.
         restart_at: trials after which the server crashes and starts again; None for never.
     """
     rng = random.Random(settings.seed)
@@ -147,7 +154,7 @@ def run(
             time.sleep(3)
             server.start()
             restarts += 1
-        if time.monotonic() >= next_kill and ended < settings.trials:
+        if time.monotonic() >= next_kill and ended < settings.trials and killed < max_kills:
             victim = rng.choice([process for process in processes if process.is_alive()])
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()

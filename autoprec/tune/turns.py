@@ -41,6 +41,7 @@ _OPEN = (TrialState.RUNNING, TrialState.WAITING)
 #: How long a process may take to choose a mix, as the others see it.
 _CHOOSING_S, _POLL_S = 30.0, 0.1
 
+_NAMELESS = "a process that has just begun"
 _NO_PLACE = "all wanted trials are taken"
 
 
@@ -72,8 +73,9 @@ class Turns:
 
     def plan(self, evaluation: str, params: Mapping[str, Any], attrs: Mapping[str, Any]) -> None:
         """Enqueue a mix under a name of its own: though several processes plan it, it is run once."""
-        if not any(evaluation_of(trial) == evaluation for trial in self._trials()):
-            enqueue(self._study, dict(params), {**attrs, EVALUATION: evaluation}, {})
+        with _turn_to_choose(self._study):
+            if not any(evaluation_of(trial) == evaluation for trial in self._trials()):
+                enqueue(self._study, dict(params), {**attrs, EVALUATION: evaluation}, {})
 
     def num_ended(self) -> int:
         """Evaluations that are over."""
@@ -81,9 +83,10 @@ class Turns:
 
     def running_elsewhere(self) -> list[str]:
         """Other processes that run a trial, by name: the last of them to finish confirms the winner."""
-        running = [trial for trial in self._trials() if trial.state == TrialState.RUNNING and LEASE in trial.user_attrs]
-        names = {worker_name(trial.user_attrs[LEASE]) for trial in running if not self._watch.is_stale(trial)}
-        return sorted(names - {worker_name()})
+        running = [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
+        leases = [trial.user_attrs.get(LEASE) for trial in running if not self._watch.is_stale(trial)]
+        # one that took its trial this moment has no lease yet
+        return sorted({_NAMELESS if lease is None else worker_name(lease) for lease in leases} - {worker_name()})
 
     def take(self) -> Trial | None:
         """The next trial to run; None while all that are wanted are over or run by other processes.

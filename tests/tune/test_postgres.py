@@ -71,7 +71,7 @@ def test_a_wrong_name_is_said_at_once(server):
 
 def test_killed_workers_and_a_restarted_server_lose_nothing(server):
     settings = simulated.Settings(storage=server.url, trials=24, trial_s=0.5)
-    end = postgres_kills.run(server, settings, workers=4, kill_every_s=1.5, restart_at=10)
+    end = postgres_kills.run(server, settings, workers=4, kill_every_s=2, max_kills=6, restart_at=10)
     assert end["killed"] > 0
     assert end["server_restarts"] == 1
     assert end["not_ended_once"] == {}

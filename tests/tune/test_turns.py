@@ -196,9 +196,10 @@ def test_who_still_runs_a_trial_is_known(study):
         assert turns.running_elsewhere() == []
         trial = _take(turns)
         trial.set_user_attr(LEASE, {**own_lease(), "place": "p", "host": "h", "pid": 7})
-        assert turns.running_elsewhere() == ["h:7"]
+        study.ask()
+        assert turns.running_elsewhere() == ["a process that has just begun", "h:7"]
         _kill(trial)
-        assert turns.running_elsewhere() == []
+        assert turns.running_elsewhere() == ["a process that has just begun"]
 
 
 def test_a_trial_that_another_process_ended_is_not_recorded(study):
