@@ -17,6 +17,9 @@ from autoprec.planner.problem import ANY_STORAGE, Edge, Option, Problem, Problem
 
 Numbers = Mapping[str, Mapping[Any, float]]
 
+#: Harm of a choice that gives no finite numbers, in units of the largest finite one.
+_TAKEN_AWAY = 10.0
+
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
@@ -123,8 +126,11 @@ def encode_numbers(
 def encode_problem(problem: Problem, choices: Mapping[str, Sequence[str]]) -> Encoding:
     """From a planner's problem, for a study whose parameters are ``choices``; costs become shares of the reference's.
 
+    A choice that the problem took away, since it gives no finite numbers, counts as one that does much harm and saves
+    nothing.
+
     Raises:
-        UsageError: the problem lacks a group or a choice, or its reference costs nothing.
+        UsageError: the problem lacks a group, or its reference costs nothing.
     """
     by_name = {group.name: group for group in problem.groups}
     missing = sorted(choices.keys() - by_name.keys())
@@ -133,20 +139,21 @@ def encode_problem(problem: Problem, choices: Mapping[str, Sequence[str]]) -> En
     unit = problem.cost_s({group.name: group.options[0].format for group in problem.groups})
     if not unit > 0:
         raise UsageError(f"the problem's reference takes {unit} seconds; a step must take some time")
+    worst = _TAKEN_AWAY * max((o.harm for group in problem.groups for o in group.options), default=0.0)
+
+    def option(group: ProblemGroup, value: str) -> Option:
+        known = next((o for o in group.options if o.format == value), None)
+        found = known or replace(group.options[0], format=value, harm=worst or 1.0)
+        return replace(found, cost_s=found.cost_s / unit)
+
     groups = tuple(
-        ProblemGroup(
-            name=name, options=tuple(_scaled(by_name[name].option(str(value)), unit) for value in choices[name])
-        )
+        ProblemGroup(name=name, options=tuple(option(by_name[name], str(value)) for value in choices[name]))
         for name in choices
     )
     left = [group.options[0].cost_s for group in problem.groups if group.name not in choices]
     edges = tuple(replace(e, cast_s=e.cast_s / unit) for e in problem.edges if {e.a, e.b} <= choices.keys())
     scaled = replace(problem, groups=groups, edges=edges, fixed_s=(problem.fixed_s + sum(left)) / unit)
     return Encoding(scaled, {name: tuple(values) for name, values in choices.items()})
-
-
-def _scaled(option: Option, unit: float) -> Option:
-    return replace(option, cost_s=option.cost_s / unit)
 
 
 def _storage(choice: Any) -> str:

@@ -129,6 +129,8 @@ class Space:
     def pruned(self, problem: Problem, margin: float = 0.05) -> Space:
         """Without the choices that can't win: others cost as much or less, and do no more harm.
 
+        What the problem doesn't have goes too.  The baselines' choices stay, since every study measures them.
+
         Args:
             problem: harm and cost of each choice.
             margin: relative error of a cost; a choice within it stays.
@@ -170,9 +172,8 @@ def _undominated(group: Group, problem: Problem, margin: float, low_format: str)
         mine = options[name]
         return any(o.cost_s * (1 + margin) <= mine.cost_s and o.harm <= mine.harm for o in options.values())
 
-    # the baselines' choices stay: every study measures them
     needed = ("fp32", low_format, group.rules_choice)
-    return tuple(name for name in group.choices if name in needed or name not in options or not is_beaten(name))
+    return tuple(name for name in group.choices if name in needed or (name in options and not is_beaten(name)))
 
 
 def role_formats(choice: str, mode: str) -> Formats:

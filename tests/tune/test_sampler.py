@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import optuna
 import pytest
 
@@ -65,6 +67,19 @@ def test_a_prediction_before_any_trial_is_the_problems():
     assert isinstance(sampler, PlanSampler)
     mix = {"a": "fp8_e4m3", "b": "bf16", space.groups[-1].name: "rules"}
     assert sampler.predict(mix).speedup == pytest.approx((1 + 3 * 1.0) / (1 + 0.2 + 0.5 + 0.9))
+
+
+def test_a_choice_that_the_problem_took_away_comes_last():
+    """It gives no finite numbers alone; the study still has its name."""
+    space = _space()
+    whole = _problem(space)
+    without = tuple(replace(g, options=tuple(o for o in g.options if o.format != "fp8_e4m3")) for g in whole.groups)
+    sampler = make_sampler(space, 0, 0.01, problem=replace(whole, groups=without))
+    assert isinstance(sampler, PlanSampler)
+    rest = {g.name: "fp32" for g in space.groups}
+    assert sampler.predict(rest | {"a": "fp8_e4m3"}).speedup == pytest.approx(1.0)
+    assert sampler.predict(rest | {"a": "fp8_e4m3"}).loss_gap > 3 * sampler.predict(rest | {"a": "bf16"}).loss_gap
+    assert "fp8_e4m3" not in space.pruned(replace(whole, groups=without)).groups[0].choices
 
 
 def test_a_problem_of_another_space_is_refused():
