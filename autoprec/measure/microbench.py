@@ -26,7 +26,7 @@ from autoprec.lower.gemm import DTYPES
 from autoprec.measure.costcache import CostCache, Reading
 from autoprec.measure.measurement import Measurement
 from autoprec.measure.replay import OpCall
-from autoprec.measure.solo import forward_backward, no_grad, solo_step
+from autoprec.measure.solo import forward_backward, is_wide, no_grad, solo_step
 from autoprec.measure.timing import Step
 from autoprec.measure.yardstick import Ruler, seconds_of
 from autoprec.plan import Formats, Mode
@@ -181,7 +181,7 @@ class _Bench:
     def key(self, call: OpCall, choice: str) -> str:
         """Of a reading: all that its cost depends on beside the cache's identity."""
         formats = self.formats_of(choice)
-        narrow = "" if formats.input in DTYPES else f" in {self.low} {json.dumps(self.recipe, sort_keys=True)}"
+        narrow = "" if is_wide(formats) else f" in {self.low} {json.dumps(self.recipe, sort_keys=True)}"
         return f"{call.key} {self.mode} {formats}{narrow}"
 
     def measure(self, call: OpCall, choices: Iterable[str], refusal: str) -> None:

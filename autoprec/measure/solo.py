@@ -54,7 +54,7 @@ def solo_step(
         # the first rule wins; the second only says in which format activations come
         rules = (PlanRule(match=match, formats=formats), PlanRule(match=match, formats=Formats.all(low)))
         convert(solo, plan=Plan(rules=rules, mode=mode, recipe=dict(recipe)), strict=True)
-        if formats.input not in DTYPES:
+        if not is_wide(formats):
             refused = receipt(solo, example_inputs=lambda model: model()).refused
             if refused:
                 raise ConversionError(refused[0].why)
@@ -63,6 +63,11 @@ def solo_step(
     held = pytree.tree_leaves([call.held for call in solo.body.calls])
     leaves = [leaf for leaf in held if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return forward_backward(lambda: _tensors(solo.body()), leaves)
+
+
+def is_wide(formats: Formats) -> bool:
+    """Whether no operand is below 16 bit."""
+    return {formats.input, formats.weight, formats.grad_output} <= DTYPES.keys()
 
 
 def forward_backward(forward: Callable[[], Iterable[torch.Tensor]], leaves: list[torch.Tensor]) -> Step:
