@@ -1,4 +1,5 @@
 import errno
+import resource
 import sqlite3
 
 import optuna
@@ -142,3 +143,18 @@ def test_an_sqlite_file_that_is_locked_for_a_moment_is_waited_for(tmp_path, monk
     assert not other.in_transaction
     other.close()
     assert [known.study_name for known in study._storage.get_all_studies()] == ["s", "t"]
+
+
+def test_a_full_disk_under_an_sqlite_file_stops_in_words_and_the_study_goes_on_later(tmp_path):
+    study = open_study("s", None, tmp_path, {})
+    trial = study.ask()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "study.db").stat().st_size // 2, hard))
+    try:
+        with pytest.raises(StudyError, match=r"study\.db can't be used any more"):
+            trial.set_user_attr("row", "x" * 200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trial.set_user_attr("row", "x" * 200_000)
+    study.tell(trial, 1.0)
+    assert [trial.value for trial in open_study("s", None, tmp_path, {}).trials] == [1.0]
