@@ -157,7 +157,7 @@ class Bench:
 
         Args:
             plan: to train.
-            limit_s: fewer steps than the checkpoint's where they would take longer.
+            limit_s: fewer steps than the checkpoint's where they would take longer, but no fewer than 50.
         """
         if self._scratch is None:
             self._scratch = Scratch(self.task, self.checkpoint.losses, device=self.device, seed=self.seed)

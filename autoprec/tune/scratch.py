@@ -24,6 +24,8 @@ from autoprec.tune.trainer import Trainer, relative_gap, to_device
 _JITTER = 1e-6
 #: The plan's share of the time: it may be emulated, and the run that measures chaos is fp32.
 _PLAN_SHARE = 0.7
+#: Fewer steps would say nothing, so that these are made whatever they take.
+MIN_STEPS = 50
 #: Runs part by chance to either side: this many times as far is no harm yet.
 _CHAOS_ALLOWED = 2.0
 
@@ -69,7 +71,7 @@ class Scratch:
 
         Args:
             plan: to train.
-            limit_s: seconds that both may take.
+            limit_s: seconds that both may take beyond their first :data:`MIN_STEPS` steps.
         """
         start = time.monotonic()
         losses = self._losses(plan, 0.0, len(self._reference), start + _PLAN_SHARE * limit_s)
@@ -90,7 +92,8 @@ class Scratch:
         batches = (to_device(batch, self._device) for batch in islice(self._task.stream(self._seed), steps))
 
         def stop(losses: list[float]) -> bool:
-            return not math.isfinite(losses[-1]) or time.monotonic() > deadline
+            is_late = len(losses) >= MIN_STEPS and time.monotonic() > deadline
+            return is_late or not math.isfinite(losses[-1])
 
         return trainer.losses(batches, self._seed, stop)
 

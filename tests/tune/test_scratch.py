@@ -57,8 +57,11 @@ def test_a_mix_that_diverges_does_not_hold(tiny, scratch_of):
     assert run.steps < 5
 
 
-def test_the_time_limit_ends_both_runs(tiny, scratch_of):
-    assert scratch_of(tiny.make()).run(BF16, 0.0).steps == 1
+def test_the_time_limit_ends_both_runs_but_not_before_they_say_something(tiny, scratch_of, monkeypatch):
+    scratch = scratch_of(tiny.make())
+    assert scratch.run(BF16, 0.0).steps == 40  # all there are
+    monkeypatch.setattr(importlib.import_module("autoprec.tune.scratch"), "MIN_STEPS", 10)
+    assert scratch.run(BF16, 0.0).steps == 10
 
 
 @pytest.mark.parametrize(("gap", "holds"), [(0.005, True), (0.0069, True), (0.0071, False), (-1.0, True)])
