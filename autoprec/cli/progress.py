@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _STAGES = {
     "checkpoint": "training the checkpoint",
+    "costs": "scoring and pricing",
     "noise": "measuring the noise",
     "trials": "trials",
     "confirm": "confirming",

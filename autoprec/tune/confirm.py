@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from autoprec.measure import Measurement, describe_environment
 from autoprec.plan import Plan
 from autoprec.tune.confirmation import Confirmation
-from autoprec.tune.result import TrialRow
+from autoprec.tune.row import TrialRow
 from autoprec.tune.speed import Speed, is_behind, say_times
 
 if TYPE_CHECKING:

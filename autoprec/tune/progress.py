@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from autoprec.tune.result import TrialRow
+from autoprec.tune.row import TrialRow
 
-Stage = Literal["checkpoint", "noise", "trials", "confirm"]
+Stage = Literal["checkpoint", "costs", "noise", "trials", "confirm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,105 +34,19 @@ All gaps are relative to the reference loss: 0.005 is half a per cent.  Every fi
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autoprec.atomic import write_text
 from autoprec.lower.receipt import Receipt
-from autoprec.measure import Environment, Measurement
+from autoprec.measure import Environment
 from autoprec.plan import Plan
-from autoprec.tune.bench import State
+from autoprec.planner.problem import Problem
+from autoprec.tune.confirmation import Confirmation
+from autoprec.tune.row import TrialRow
 
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRow:
-    """One finished trial.
-
-    Args:
-        number: Optuna's.
-        name: ``fp32``, ``bf16``, ``rules``, or ``search``.
-        plan_sha256: of its plan.
-        formats: group → choice.
-        scaler: settings of the loss scaler; empty where the plan needs none.
-        low_share: share of the GEMM FLOPs that the plan asks to run below fp32, 0 to 1.
-        state: ``complete``; ``stopped`` early as hopeless; ``diverged``; ``failed``.
-        loss_gap: relative to the reference; 0.005 is half a per cent.
-        speedup, control: against fp32; None where it wasn't timed.
-        candidate_s, baseline_s: median seconds of a step.
-        losses: of its steps; None where one isn't finite.
-        num_skipped: steps the loss scaler skipped.
-        seconds: that the trial took.
-        note: why it was stopped or failed.
-        origin: ``baseline``, ``front`` (of the solved problem), ``search``, or ``repeat`` of an earlier mix.
-        worker: host and process that ran it.
-        started, ended: seconds since the epoch, UTC.
-        predicted_speedup, predicted_gap: what was believed of the mix before it was measured; None where nothing was.
-    """
-
-    number: int
-    name: str
-    plan_sha256: str
-    formats: dict[str, str]
-    scaler: dict[str, float] = field(default_factory=dict)
-    low_share: float = 0.0
-    state: State = "complete"
-    loss_gap: float = 0.0
-    speedup: Measurement | None = None
-    control: Measurement | None = None
-    candidate_s: float | None = None
-    baseline_s: float | None = None
-    losses: tuple[float | None, ...] = ()
-    num_skipped: int = 0
-    seconds: float = 0.0
-    note: str = ""
-    origin: str = "search"
-    worker: str = ""
-    started: float = 0.0
-    ended: float = 0.0
-    predicted_speedup: float | None = None
-    predicted_gap: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "speedup": _json(self.speedup), "control": _json(self.control)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmation:
-    """A longer, repeated measurement of one plan on data that no trial has seen.
-
-    Args:
-        plan_sha256, name: of the trial.
-        loss_gap: mean over the data seeds with its interval.
-        gaps: of each data seed; None where it diverged.
-        speedup, control: against fp32.
-        candidate_s, baseline_s: median seconds of a step.
-        accepted: whether the plan may be reported.
-        holds_loss: False where the loss was measured and failed.
-        why: in words.
-    """
-
-    plan_sha256: str
-    name: str
-    loss_gap: Measurement | None
-    gaps: tuple[float | None, ...]
-    speedup: Measurement
-    control: Measurement
-    candidate_s: float
-    baseline_s: float
-    accepted: bool
-    holds_loss: bool
-    why: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "loss_gap": _json(self.loss_gap),
-            "speedup": _json(self.speedup),
-            "control": _json(self.control),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +65,9 @@ class TuneResult:
         noise: relative loss gap that weights changed by 1e-6 make.
         budget: largest allowed loss gap.
         groups: what the trials' formats speak of.
+        problem: harm and cost of each choice, known before the first trial; None where nothing priced them.
+        explanations: per group, why the plan has what it has; see :mod:`autoprec.tune.explain`.
+        overhead_s: seconds of the stages that train and time nothing.
         environment: where all of it was measured.
         settings: of the call.
         folder: where the files are.
@@ -172,6 +89,10 @@ class TuneResult:
     environment: Environment
     settings: dict[str, Any]
     folder: Path
+    problem: Problem | None = None
+    explanations: tuple[dict[str, Any], ...] = ()
+    isolation: str = ""
+    overhead_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_faster(self) -> bool:
@@ -198,6 +119,12 @@ class TuneResult:
             "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
             "environment": self.environment.to_json(),
             "settings": self.settings,
+            "method": self.settings.get("method", ""),
+            "objective": {"kind": self.settings.get("objective"), "min_speedup": self.settings.get("min_speedup")},
+            "isolation": self.isolation,
+            "problem": None if self.problem is None else self.problem.to_json(),
+            "explanations": list(self.explanations),
+            "overhead_s": self.overhead_s,
         }
 
     def save(self) -> None:
@@ -205,10 +132,6 @@ class TuneResult:
         self.plan.save(self.folder / "plan.json")
         _write(self.folder / "receipt.json", {"rows": []} if self.receipt is None else self.receipt.to_json())
         _write(self.folder / "result.json", self.to_json())
-
-
-def _json(measurement: Measurement | None) -> dict[str, Any] | None:
-    return None if measurement is None else measurement.to_json()
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

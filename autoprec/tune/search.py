@@ -1,52 +1,42 @@
 """``tune``: a study from start to end.
 
-Checkpoint → noise → trials → confirmation → plan.  Each stage is found again in the study's folder and storage when
-the same call is made after an interruption.
+Checkpoint → costs → noise → trials → confirmation → plan.  Each stage is found again in the study's folder and storage
+when the same call is made after an interruption, or by another process.
 """
 
 from __future__ import annotations
 
-import datetime
-import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-import optuna
+import torch
 from optuna.storages import BaseStorage
 
-from autoprec.convert import convert, receipt
-from autoprec.errors import StudyError, UsageError
-from autoprec.lower.receipt import Receipt
-from autoprec.measure import describe_environment
-from autoprec.plan import Plan
 from autoprec.target import Target
-from autoprec.tasks import Task, load_task
-from autoprec.tune.bench import Bench, Effort
-from autoprec.tune.checkpoint import Checkpoint
-from autoprec.tune.confirm import NUM_SEEDS, Confirmer
+from autoprec.tasks import Task
+from autoprec.tune.answer import Answer, confirmation_s
+from autoprec.tune.claim import claim
+from autoprec.tune.crew import Crew
 from autoprec.tune.loop import Loop
-from autoprec.tune.prepare import Place, find_place, make_space, study_identity, task_identity
+from autoprec.tune.methods import trials_of
+from autoprec.tune.objective import Kind
+from autoprec.tune.prepared import Prepared, prepare
 from autoprec.tune.progress import OnProgress, Progress, silent
-from autoprec.tune.result import Confirmation, TrialRow, TuneResult
-from autoprec.tune.sampler import PlanSampler, make_sampler, prior
-from autoprec.tune.space import Space
-from autoprec.tune.storage import open_study, reclaim_stale_trials, without_password
+from autoprec.tune.request import Request, make_request
+from autoprec.tune.result import TuneResult
+from autoprec.tune.row import TrialRow
+from autoprec.tune.sampler import make_sampler, plan_sampler
+from autoprec.tune.storage import open_storage
 from autoprec.tune.trainer import own_random_state
-from autoprec.tune.verdict import make_evidence, say_faster, say_no_gain
-from autoprec.tune.warmup import MIN_STEPS, obtain_checkpoint
-
-_EFFORT, _NOISE = "effort", "noise"
-_WARM_UP_LIMIT_S = 150.0
 
 
 def tune(
     task: str | Task | None = None,
     target: str | Target = "auto",
-    trials: int = 50,
+    trials: int | None = None,
     timeout: float | None = None,
     storage: str | BaseStorage | None = None,
     study: str | None = None,
@@ -56,15 +46,25 @@ def tune(
     keep: Sequence[str] = (),
     rules: Iterable[str | PathLike[str]] = (),
     progress: OnProgress | None = None,
+    *,
+    method: str = "loop",
+    objective: Kind = "speed",
+    min_speedup: float | None = None,
+    workers: int = 1,
+    trial_timeout: float | None = None,
+    isolate: bool = True,
 ) -> TuneResult:
     """Find the fastest mix of formats whose loss stays within a budget, by training on the device in this machine.
 
+    A target that isn't in this machine is tuned for all the same: its formats are emulated, so that losses are
+    measured, and its speeds are estimated; :func:`autoprec.tune.settle` measures them there.
+
     Args:
         task: a :class:`~autoprec.tasks.Task`, or the name of one: built in, ``file.py:name``, ``pkg.mod:name``.
-        target: the device in this machine; ``"auto"`` finds it.
-        trials: mixes to measure, the baselines included.
+        target: the device; ``"auto"`` finds the one in this machine.
+        trials: mixes to measure, the baselines included; None is 50, or as many as ``timeout`` allows.
         timeout: seconds after which no trial starts; the confirmation's own time is kept free.
-        storage: Optuna storage; None is SQLite in the folder.
+        storage: Optuna storage, see :mod:`autoprec.tune.storage`; None is a file in the folder.
         study: its name; None is the task's.  The same call goes on with a study that was interrupted.
         max_loss_increase: largest loss gap, relative to the fp32 loss on the same batches: 0.005 is half a per cent.
         seed: of model, data and search.
@@ -72,6 +72,13 @@ def tune(
         keep: pins that always hold, ``GLOB=FORMAT``.
         rules: the user's rule files.
         progress: called with each :class:`~autoprec.tune.Progress`.
+        method: who proposes mixes, see :data:`autoprec.tune.methods.Method`.
+        objective: ``speed``: the fastest mix; ``loss``: the lowest loss gap at ``min_speedup``; ``memory``: the
+            smallest; ``front``: all of the best.
+        min_speedup: against fp32, for the objective ``loss``.
+        workers: processes that run trials here; the same call on other hosts joins in.
+        trial_timeout: seconds after which a trial counts as hung; None takes many times what fp32's steps take.
+        isolate: run trials in a process of their own, so that one that crashes or hangs ends nothing else.
 
     Returns:
         the confirmed plan with its evidence, which is fp32 where nothing was better.
@@ -80,238 +87,113 @@ def tune(
         TaskError, TargetError, RuleError, UsageError: an argument can't be used.
         StudyError: the study is another's, its storage is gone, or the budget is below the task's own noise.
     """
-    if trials < 1:
-        raise UsageError(f"trials is {trials}; at least 1")
-    if timeout is not None and not timeout > 0:
-        raise UsageError(f"timeout is {timeout} seconds; it must be above 0")
-    if not 0 < max_loss_increase < 1:
-        raise UsageError(
-            f"max_loss_increase is {max_loss_increase}; allowed: above 0 and below 1, such as 0.005 for 0.5%"
-        )
-    loaded = load_task(task)
-    name = study or loaded.name
-    run = _Run(
-        task=loaded,
-        spec=task if isinstance(task, str) else loaded.name,
-        name=name,
-        place=find_place(target),
-        folder=Path(output_dir) if output_dir is not None else Path("runs") / name,
-        storage=storage,
+    request = make_request(
+        task=task,
+        target=target,
         trials=trials,
         timeout=timeout,
-        budget=max_loss_increase,
+        storage=storage,
+        study=study,
+        max_loss_increase=max_loss_increase,
+        objective=objective,
+        min_speedup=min_speedup,
+        method=method,
+        workers=workers,
+        trial_timeout=trial_timeout,
+        isolate=isolate,
         seed=seed,
-        keep=tuple(keep),
-        rules=tuple(rules),
-        progress=progress or silent,
-        started=time.monotonic(),
+        output_dir=output_dir,
+        keep=keep,
+        rules=rules,
     )
-    with own_random_state(run.place.device):
-        return run.run()
+    run = _Run(request, progress or silent)
+    with own_random_state(request.place.device):
+        return run.whole()
 
 
-@dataclass(frozen=True, kw_only=True)
+def run_trials(**arguments: Any) -> None:
+    """What a further worker does: trials, until the study has all of them.
+
+    Args:
+        arguments: of :func:`make_request`.
+    """
+    request = make_request(**arguments)
+    with own_random_state(request.place.device):
+        _Run(request, silent).trials_only()
+
+
 class _Run:
-    """The arguments of one call of :func:`tune`, checked."""
+    """One process's part in a study."""
 
-    task: Task
-    spec: str
-    name: str
-    place: Place
-    folder: Path
-    storage: str | BaseStorage | None
-    trials: int
-    timeout: float | None
-    budget: float
-    seed: int
-    keep: tuple[str, ...]
-    rules: tuple[str | PathLike[str], ...]
-    progress: OnProgress
-    started: float
+    def __init__(self, request: Request, progress: OnProgress) -> None:
+        self.request, self.progress = request, progress
 
-    def run(self) -> TuneResult:
-        identity = task_identity(self.task, self.seed)
-        checkpoint = self._checkpoint(identity)
-        space = make_space(self.task, checkpoint, self.place, seed=self.seed, keep=self.keep, rules=self.rules)
-        study = open_study(
-            self.name, self.storage, self.folder, study_identity(identity, space, self.place, self.budget)
+    def whole(self) -> TuneResult:
+        """Prepare, run trials beside the other workers, confirm."""
+        request = self.request
+        storage = open_storage(request.storage, request.folder, request.workers)
+        with prepare(request, storage, self.progress) as prepared:
+            with self._crew():
+                rows = self._trials(prepared)
+            with claim(storage, request.name, "confirm", on_wait=self._on_wait):
+                answer = Answer(request=request, prepared=prepared, rows=rows, progress=self.progress)
+                return answer.find()
+
+    def trials_only(self) -> None:
+        """Find what another process prepared, and run trials."""
+        request = self.request
+        storage = open_storage(request.storage, request.folder, request.workers)
+        with prepare(request, storage, self.progress) as prepared:
+            self._trials(prepared)
+
+    def _crew(self) -> AbstractContextManager[object]:
+        request = self.request
+        if request.workers == 1:
+            return nullcontext()
+        return Crew(
+            run_trials,
+            request.arguments(),
+            request.workers - 1,
+            num_devices=torch.cuda.device_count() if request.place.device.type == "cuda" else 0,
+            on_event=lambda message: self._tell("trials", message),
         )
-        reclaim_stale_trials(study)
-        bench = Bench(
-            task=self.task, checkpoint=checkpoint, device=self.place.device, seed=self.seed, budget=self.budget
+
+    def _trials(self, prepared: Prepared) -> list[TrialRow]:
+        request, study = self.request, prepared.study
+        objective, noise = request.objective, prepared.noise.sigma
+        study.sampler = make_sampler(
+            prepared.space,
+            request.seed,
+            request.budget,
+            noise,
+            problem=prepared.problem,
+            method=request.method,
+            objective=objective,
         )
-        noise, step_s = self._noise(study, bench)
-        study.sampler = make_sampler(space, self.seed + len(study.trials), self.budget, noise)
-        deadline = None if self.timeout is None else self.started + self.timeout - _confirmation_s(bench, step_s)
+        beliefs = plan_sampler(prepared.space, request.budget, noise, problem=prepared.problem, objective=objective)
+        deadline = None
+        if request.timeout is not None:
+            from_scratch = request.task.mode == "training" and request.task.checkpoint is None
+            kept = confirmation_s(prepared.bench, prepared.step_s, from_scratch)
+            deadline = request.started + request.timeout - kept
         loop = Loop(
-            study=study, space=space, bench=bench, trials=self.trials, deadline=deadline, progress=self.progress
+            study=study,
+            space=prepared.space,
+            bench=prepared.bench,
+            objective=objective,
+            beliefs=beliefs,
+            trials=trials_of(request.method, len(prepared.space.baselines()), request.trials),
+            deadline=deadline,
+            progress=self.progress,
         )
-        try:
-            rows = loop.run()
-        except optuna.exceptions.StorageInternalError as exc:
-            raise StudyError(
-                f"study {self.name!r} lost its storage ({exc}); what is finished is kept, and the same call goes on"
-            ) from exc
-        winner, confirmations = self._confirm(study, space, bench, rows, noise)
-        return self._result(space, bench, rows, winner, confirmations, noise)
+        start = time.monotonic()
+        rows = loop.run()
+        own = sum(row.seconds for row in rows if row.started >= time.time() - (time.monotonic() - start))
+        prepared.overhead_s["search and storage"] = max(0.0, time.monotonic() - start - own / request.workers)
+        return rows
 
-    def _checkpoint(self, identity: dict[str, Any]) -> Checkpoint:
-        limit_s = _WARM_UP_LIMIT_S if self.timeout is None else min(_WARM_UP_LIMIT_S, self.timeout / 4)
+    def _on_wait(self, holder: str) -> None:
+        self._tell("confirm", f"waiting for {holder}, which confirms the winner")
 
-        def on_step(done: int, loss: float) -> None:
-            message = f"training a checkpoint: step {done}, loss {loss:.4f}"
-            self.progress(Progress(stage="checkpoint", done=done, total=max(MIN_STEPS, done), message=message))
-
-        checkpoint = obtain_checkpoint(
-            self.task,
-            self.folder,
-            identity=identity,
-            device=self.place.device,
-            seed=self.seed,
-            limit_s=limit_s,
-            on_step=on_step,
-        )
-        done = len(checkpoint.losses)
-        self.progress(Progress(stage="checkpoint", done=done, total=done, message=f"checkpoint: {checkpoint.origin}"))
-        return checkpoint
-
-    def _noise(self, study: optuna.Study, bench: Bench) -> tuple[float, float]:
-        """The task's own noise in the gap, and the step's seconds; a study that goes on keeps its effort and noise."""
-        known = study.user_attrs
-        step_s = bench.measure_step_s()
-        if _NOISE in known:
-            bench.effort = Effort(**known[_EFFORT])
-            return float(known[_NOISE]), step_s
-        bench.effort = Effort.for_step(step_s)
-        self.progress(Progress(stage="noise", done=0, total=1, message="measuring the task's own noise"))
-        noise = math.inf
-        for steps in dict.fromkeys((bench.effort.steps, 50)):
-            bench.effort = replace(bench.effort, steps=steps)
-            noise = bench.noise((bench.data_seed, bench.data_seed + 1))
-            message = f"noise: weights changed by 1e-6 move the loss by {noise:.2e} of itself in {steps} steps"
-            self.progress(Progress(stage="noise", done=1, total=1, message=message))
-            if self.budget >= 2 * noise:
-                study.set_user_attr(_EFFORT, asdict(bench.effort))
-                study.set_user_attr(_NOISE, noise)
-                return noise, step_s
-        raise StudyError(
-            f"max_loss_increase is {self.budget:.2%}, and weights changed by one part in a million already move the "
-            f"loss of task {self.task.name!r} by {noise:.2%} in {bench.effort.steps} steps: a budget below twice that "
-            f"can't be told from chance. Allow {2 * noise:.2%} or more, or give the task a checkpoint where training "
-            "is calmer"
-        )
-
-    def _confirm(
-        self, study: optuna.Study, space: Space, bench: Bench, rows: list[TrialRow], noise: float
-    ) -> tuple[TrialRow | None, list[Confirmation]]:
-        candidates = _shortlist(study, space, rows, self.budget, noise)
-        baseline = next((row for row in candidates if row.name == space.low_format), None)
-        confirmer = Confirmer(
-            bench=bench,
-            noise=noise,
-            steps=min(100, 2 * bench.effort.steps),
-            rounds=max(15, bench.effort.rounds),
-        )
-
-        num_ended = 0
-
-        def on_attempt(row: TrialRow, confirmation: Confirmation | None) -> None:
-            nonlocal num_ended
-            message = f"confirming trial {row.number} on fresh data"
-            if confirmation is not None:
-                num_ended += 1
-                message = f"trial {row.number} again: {confirmation.speedup.value:.2f}x fp32; {confirmation.why}"
-            self.progress(Progress(stage="confirm", done=num_ended, total=None, message=message))
-
-        return confirmer.choose(candidates, baseline, lambda row: _plan_of(space, row), on_attempt)
-
-    def _result(
-        self,
-        space: Space,
-        bench: Bench,
-        rows: list[TrialRow],
-        winner: TrialRow | None,
-        confirmations: list[Confirmation],
-        noise: float,
-    ) -> TuneResult:
-        environment = describe_environment(self.place.device)
-        measured_noise = {"loss_gap": noise, "seeds": 2, "steps": bench.effort.steps}
-        chosen = None
-        if winner is None:
-            plan = space.plan_of(space.baselines()["fp32"])
-            verdict = say_no_gain(rows, confirmations, self.budget)
-        else:
-            chosen = next(c for c in confirmations if c.accepted and c.plan_sha256 == winner.plan_sha256)
-            plan = _plan_of(space, winner)
-            verdict = say_faster(winner, chosen, self.budget, self.task.mode)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        evidence = make_evidence(self.task, chosen, measured_noise, self.budget, environment, now)
-        result = TuneResult(
-            study=self.name,
-            task=self.task.name,
-            plan=replace(plan, evidence=evidence),
-            verdict=verdict,
-            winner=None if winner is None else winner.plan_sha256,
-            trials=tuple(rows),
-            confirmations=tuple(confirmations),
-            receipt=self._receipt(bench, plan),
-            reference=tuple(bench.reference(bench.data_seed, bench.effort.steps)),
-            warm_up=bench.checkpoint.losses,
-            noise=measured_noise,
-            budget=self.budget,
-            groups=tuple(asdict(group) for group in space.groups),
-            environment=environment,
-            settings=self._settings(bench),
-            folder=self.folder,
-        )
-        result.save()
-        return result
-
-    def _receipt(self, bench: Bench, plan: Plan) -> Receipt | None:
-        if plan.level == "O0":
-            return None
-        model = bench.trainer(None).model
-        batch = bench.batches(bench.data_seed, 1)[0]
-        return receipt(convert(model, plan=plan, example_inputs=lambda model: self.task.loss(model, batch)))
-
-    def _settings(self, bench: Bench) -> dict[str, Any]:
-        return {
-            "task": self.spec,
-            "study": self.name,
-            "storage": None if self.storage is None else without_password(self.storage),
-            "target": self.place.target.name,
-            "trials": self.trials,
-            "timeout": self.timeout,
-            "seed": self.seed,
-            "keep": list(self.keep),
-            "rules": [str(file) for file in self.rules],
-            "checkpoint": bench.checkpoint.origin,
-            "effort": asdict(bench.effort),
-            "throughput": dict(zip(("unit", "per_step"), self.task.throughput_unit(), strict=True)),
-            "seconds": round(time.monotonic() - self.started, 1),
-        }
-
-
-def _shortlist(
-    study: optuna.Study, space: Space, rows: Sequence[TrialRow], budget: float, noise: float
-) -> list[TrialRow]:
-    """Trials that may beat fp32 inside the budget, the fastest first, by what all trials together say of each."""
-    believed = PlanSampler(*prior(space), budget=budget, noise=noise).posterior(study.get_trials(deepcopy=False))
-    fit: dict[str, TrialRow] = {}
-    for row in rows:
-        belief = believed.get(row.number)
-        if belief is None or row.state != "complete" or set(row.formats.values()) == {"fp32"}:
-            continue
-        if belief.speedup > 1 and belief.loss_gap + belief.loss_gap_sd <= budget:
-            fit.setdefault(row.plan_sha256, row)
-    return sorted(fit.values(), key=lambda row: -believed[row.number].speedup)
-
-
-def _plan_of(space: Space, row: TrialRow) -> Plan:
-    return space.plan_of({**row.formats, **{f"scaler.{name}": value for name, value in row.scaler.items()}})
-
-
-def _confirmation_s(bench: Bench, step_s: float) -> float:
-    """Seconds that two confirmations take, to be kept free of trials."""
-    steps = (1 + 2) * NUM_SEEDS * 2 * bench.effort.steps + 2 * 2 * 4 * max(15, bench.effort.rounds)
-    return math.ceil(steps * step_s)
+    def _tell(self, stage: Any, message: str) -> None:
+        self.progress(Progress(stage=stage, done=0, total=None, message=message))

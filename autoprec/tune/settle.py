@@ -32,7 +32,7 @@ from autoprec.tune.enqueued import Enqueued, Front, load_front
 from autoprec.tune.noise import Noise, measure_noise
 from autoprec.tune.prepare import Place, find_place, task_identity
 from autoprec.tune.progress import OnProgress, Progress, silent
-from autoprec.tune.result import TrialRow
+from autoprec.tune.row import TrialRow
 from autoprec.tune.settled import Settled, row_of, say_settled
 from autoprec.tune.trainer import own_random_state
 from autoprec.tune.verdict import make_evidence

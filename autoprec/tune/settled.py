@@ -17,7 +17,7 @@ from autoprec.tune.confirmation import Confirmation
 from autoprec.tune.enqueued import Enqueued
 from autoprec.tune.noise import Noise
 from autoprec.tune.outcome import Outcome
-from autoprec.tune.result import TrialRow
+from autoprec.tune.row import TrialRow
 from autoprec.tune.verdict import say_faster, say_no_gain
 
 SETTLED = "settled.json"

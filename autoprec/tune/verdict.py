@@ -9,7 +9,7 @@ from autoprec.measure import Environment, Measurement
 from autoprec.target import Target
 from autoprec.tasks import Task
 from autoprec.tune.confirmation import Confirmation
-from autoprec.tune.result import TrialRow
+from autoprec.tune.row import TrialRow
 from autoprec.tune.speed import say_times
 
 

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -21,5 +22,6 @@ def tiny():
 
 @pytest.fixture
 def planted_clock(tiny, monkeypatch):
-    """Time as the tiny tasks plant it."""
-    monkeypatch.setattr(time, "perf_counter", lambda: tiny.Clock.now)
+    """Time as the tiny tasks plant it; else each look at the clock takes a millisecond, whatever ran in between."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: tiny.Clock.now + 1e-3 * next(ticks))

@@ -8,14 +8,15 @@ from optuna.trial import TrialState
 
 HERE = Path(__file__).parent
 RUN = """
-import os, signal, sys, time
+import itertools, os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import tiny
 from autoprec.target import Target
 from autoprec.tune import search, warmup
 from autoprec.tune.bench import Effort
 
-time.perf_counter = lambda: tiny.Clock.now
+ticks = itertools.count()
+time.perf_counter = lambda: tiny.Clock.now + 1e-3 * next(ticks)
 warmup.MIN_STEPS = warmup.MAX_STEPS = 20
 Effort.for_step = lambda step_s: Effort(steps=8, rounds=5)
 armed = []
@@ -31,7 +32,7 @@ def progress(event):
         armed.append(True)
 
 cpu = Target(name="tiny", title="a processor with bf16", kind="cpu", formats=("bf16", "fp32"), low_format="bf16")
-result = search.tune(tiny.make(loss=loss), target=cpu, trials=4, output_dir=sys.argv[2], progress=progress)
+result = search.tune(tiny.make(loss=loss), target=cpu, trials=4, output_dir=sys.argv[2], progress=progress, isolate=False)
 print(len(result.trials))
 """
 
