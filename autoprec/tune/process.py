@@ -21,14 +21,17 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Literal
 
 _POLL_S, _PARENT_POLL_S, _GRACE_S = 0.2, 0.5, 5.0
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
-_NUM_FRAMES = 3
+_CALL = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+#: Asks the process for its stack.
+_LOOK = signal.SIGUSR1
+_NUM_CALLS, _LOOK_S = 3, 1.0
 _SIGNALS = {
     signal.SIGSEGV: "a segmentation fault",
     signal.SIGBUS: "a bus error: often shared memory that is full",
@@ -59,11 +62,14 @@ class ChildProcess:
         boot: the code it runs.  Its arguments are those of :func:`prepare_child`, as numbers; the first message in the
             pipe is what this process may import.
         packed: the second message.
+        is_waiting: given the innermost call of its stack, as ``name (file:line)``, says whether it only waits for
+            another process; it gets its time anew then.
     """
 
-    def __init__(self, boot: str, packed: bytes) -> None:
+    def __init__(self, boot: str, packed: bytes, is_waiting: Callable[[str], bool] = lambda call: False) -> None:
+        self._is_waiting, self._num_seen = is_waiting, 0
         self._pipe, theirs = multiprocessing.Pipe()
-        self._trace = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         shared = (theirs.fileno(), self._trace.fileno())
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", boot, *map(str, shared), str(os.getpid())],
@@ -100,25 +106,41 @@ class ChildProcess:
                 if self._pipe.poll(left_s):
                     return self._pipe.recv()
                 if not is_alive:  # its own children may hold the pipe open
-                    return self._bury("crashed", "")
-                if deadline is not None and time.monotonic() >= deadline:
-                    return self._bury("timeout", f"no answer in {round(limit_s or 0.0, 1):g} s")
+                    return self._crashed()
+                if limit_s is not None and deadline is not None and time.monotonic() >= deadline:
+                    calls = self._look()
+                    if not calls or not self._is_waiting(calls[0]):
+                        self.end()
+                        return Death("timeout", _with_place(f"no answer in {round(limit_s, 1):g} s", calls))
+                    deadline = time.monotonic() + limit_s
         except (EOFError, ConnectionResetError):
-            return self._bury("crashed", "")
+            return self._crashed()
         except BaseException:
             self.end()
             raise
 
-    def _bury(self, state: Literal["crashed", "timeout"], note: str) -> Death:
-        if state == "crashed":
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its end of the pipe closes a moment before it dies
-                self._process.wait(_GRACE_S)
-        _kill(self._process)
-        self._trace.seek(0)
-        place = _innermost(self._trace.read())
+    def _look(self) -> list[str]:
+        """The calls that the process is in now; empty if it doesn't say."""
+        known = len(self._read_trace())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, _LOOK)
+        end = time.monotonic() + _LOOK_S
+        calls: list[str] = []
+        while not calls and time.monotonic() < end:
+            time.sleep(_LOOK_S / 20)
+            calls = _calls(self._read_trace()[known:])
+        return calls
+
+    def _crashed(self) -> Death:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its end of the pipe closes a moment before it dies
+            self._process.wait(_GRACE_S)
+        _, _, trace = self._read_trace().partition("Fatal Python error")
         self.end()
-        note = note or _how(self._process.returncode)
-        return Death(state, f"{note}{f', in {place}' if place else ''}")
+        return Death("crashed", _with_place(_how(self._process.returncode), _calls(trace)))
+
+    def _read_trace(self) -> str:
+        # read without a seek: the position in the file is the other process's too
+        return os.pread(self._trace.fileno(), os.fstat(self._trace.fileno()).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
         """End the process and whatever it started: asked first, then killed."""
@@ -139,7 +161,7 @@ def prepare_child(pipe: Connection, trace: int, parent: int) -> None:
     for descriptor in (pipe.fileno(), trace):
         os.set_inheritable(descriptor, False)
     faulthandler.enable(trace, all_threads=False)
-    faulthandler.register(signal.SIGTERM, trace, all_threads=False, chain=True)
+    faulthandler.register(_LOOK, trace, all_threads=False)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -150,7 +172,7 @@ def _end_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)  # this process leads a group: what it started ends too
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Connection, trace: IO[str]) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: Connection, trace: IO[bytes]) -> None:
     pipe.close()
     _kill(process)
     trace.close()
@@ -181,7 +203,10 @@ def _how(code: int) -> str:
     return f"its process was killed by {number.name}{f' ({why})' if why else ''}"
 
 
-def _innermost(trace: str) -> str:
-    """The last calls of a stack that ``faulthandler`` wrote, the innermost first."""
-    frames = list(_FRAME.finditer(trace))[:_NUM_FRAMES]
-    return " < ".join(f"{frame['name']} ({Path(frame['file']).name}:{frame['line']})" for frame in frames)
+def _with_place(note: str, calls: Sequence[str]) -> str:
+    return f"{note}, in {' < '.join(calls[:_NUM_CALLS])}" if calls else note
+
+
+def _calls(trace: str) -> list[str]:
+    """The calls of a stack that ``faulthandler`` wrote, the innermost first."""
+    return [f"{call['name']} ({Path(call['file']).name}:{call['line']})" for call in _CALL.finditer(trace)]

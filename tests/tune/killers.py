@@ -1,9 +1,11 @@
 """A tiny task that ends or spoils its process, in the way that a file says, where its model runs in bf16.
 
-The file ``deed`` is in the folder that ``KILLERS_FOLDER`` names; ``always`` before the deed does it in fp32 too.
+The file ``deed`` is in the folder that ``KILLERS_FOLDER`` names.  Before the deed, ``always`` does it in fp32 too, and
+``rank1`` does it on that rank only.
 """
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import tiny
 import torch
+from torch import nn
 
 
 def _die():
@@ -63,6 +66,7 @@ DEEDS = {
     "leak": _leak,
     "read_nothing": _read_nothing,
     "say": _say,
+    "nap": lambda: time.sleep(0.02),
     "linger": _linger,
 }
 
@@ -71,12 +75,20 @@ def _path(name):
     return Path(os.environ["KILLERS_FOLDER"], name)
 
 
+def _asked(low):
+    *when, deed = _path("deed").read_text().split() or [""]
+    ranks = [word for word in when if word.startswith("rank")]
+    is_here = not ranks or f"rank{os.environ.get('RANK')}" in ranks
+    return deed if is_here and (low or "always" in when) else ""
+
+
 class Doer(tiny.Planted):
     def forward(self, x):
-        always, _, deed = _path("deed").read_text().rpartition(" ")
-        if deed and (always or self.wide(x).dtype != torch.float32):
+        deed = _asked(self.wide(x).dtype != torch.float32)
+        if deed in DEEDS:
             DEEDS[deed]()
-        return super().forward(x)
+        y = super().forward(nn.functional.dropout(x, 0.5) if deed == "drop" else x)
+        return y * math.nan if deed == "poison" else y
 
 
 def _build_model(seed):

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from autoprec.tune.bench import Bench
 from autoprec.tune.checkpoint import Checkpoint
 from autoprec.tune.child import Call, Reply, _run
 from autoprec.tune.leaks import MemoryWatch, read_settings
+from autoprec.tune.lock import device_lock, lock_path
 from autoprec.tune.outcome import WORST_GAP, Effort
 from autoprec.tune.worker import WorkerBench
 
@@ -44,7 +46,12 @@ def folder(tmp_path_factory):
     (path / "deed").write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KILLERS_FOLDER", str(path))
+        # locks of their own: other studies on this machine don't matter here
+        patch.setenv("TMPDIR", str(path))
+        patch.setattr(tempfile, "tempdir", str(path))
+        lock_path.cache_clear()
         yield path
+    lock_path.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +140,19 @@ def test_a_hang_ends_at_its_limit(worker, do):
     assert outcome.state == "timeout"
     assert outcome.note.startswith("no answer in 2 s, in _loop (killers.py:")
     assert outcome.seconds >= 2.0
+
+
+def test_waiting_for_another_studys_timing_is_no_hang(worker):
+    worker.trial(FP32)
+    worker.trial_timeout = 4.0
+    with device_lock("cpu"):
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(worker.trial(FP32)))
+        thread.start()
+        time.sleep(6.0)
+    thread.join()
+    assert (answers[0].state, answers[0].note) == ("complete", "")
+    assert answers[0].seconds > 5.0
 
 
 @pytest.mark.parametrize(("deed", "note"), [("want_memory", "can't allocate memory"), ("raise", "no such label: 7")])
