@@ -72,6 +72,23 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstHalf:
+    """What comes before the second product of a two-layer perceptron.
+
+    Args:
+        norm: of the input.
+        weight: ``[H, K]``, of the first product.
+        bias: ``[H]``, None without.
+        activation: between the two products; ``gelu_tanh`` is the tanh approximation.
+    """
+
+    norm: Norm
+    weight: Tensor
+    bias: Tensor | None
+    activation: Literal["gelu_tanh", "relu", "silu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """One site's matrix product, as a backend is asked about it.
 
@@ -148,6 +165,10 @@ class Backend:
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """:meth:`linear` of the norm of ``x``; for backends that fuse."""
+        raise NotImplementedError
+
+    def mlp(self, x: Tensor, first: FirstHalf, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """:meth:`linear` of the activation of :meth:`norm_linear`, for 16-bit ``x``; for backends that fuse."""
         raise NotImplementedError
 
     def reset(self) -> None:

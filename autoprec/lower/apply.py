@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -37,14 +37,15 @@ CONVERSION = "_autoprec_conversion"
 class Conversion:
     """What was done to a model: enough to describe it and to undo it.
 
-    ``backends`` is by FQN of a layer, ``fusions`` by that of a norm: the layer that runs it in its own product.
+    ``backends`` is by FQN of a layer, ``fusions`` by that of a norm: the layers that run it in one, see
+    :func:`autoprec.lower.fusing.find_fusions`.
     """
 
     plan: Plan
     receipt: Receipt
     refused: dict[str, str] = field(default_factory=dict)
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
-    fusions: Mapping[str, str] = field(default_factory=dict)
+    fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unfused: Mapping[str, str] = field(default_factory=dict)
     stored: Stored | None = None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -57,17 +58,19 @@ class FrameBuilder:
     Args:
         plan: the plan.
         rulebook: what ops need whatever the plan says.
-        norms: FQNs of norms that are left to the product after them.
+        fusions: FQN of a norm → of the layers that run it in one.
     """
 
-    def __init__(self, plan: Plan, rulebook: Rulebook, norms: Container[str] = ()) -> None:
+    def __init__(
+        self, plan: Plan, rulebook: Rulebook, fusions: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    ) -> None:
         self.plan = plan
-        self._norms = norms
+        self._fusions = fusions
         self.matcher = RuleMatcher(plan)
         self.settings = settings_of(plan)
         self._mechanics = mechanics(rulebook)
         self._ops = sorted(GEMM_OPS | set(rulebook.ops) | self.matcher.named_ops)
-        self._frames: dict[tuple[tuple[OpGlob, ...], tuple[str, ...], bool], CastFrame] = {}
+        self._frames: dict[tuple[tuple[OpGlob, ...], tuple[str, ...], int], CastFrame] = {}
         self.neutral = frame_for(neutral_choices(rulebook), self.settings)
         #: FQN of each linear layer below 16 bit → the backend that takes it (or none) and why.
         self.backends: dict[str, tuple[str, str]] = {}
@@ -76,12 +79,13 @@ class FrameBuilder:
         """The frame of one method of one module."""
         relevant = self.matcher.relevant(fqn if method == "forward" else f"{fqn}:{method}")
         backend = self._backend(fqn, module, relevant)
-        key = relevant, backend, fqn in self._norms
+        key = relevant, backend, len(self._fusions.get(fqn, ()))
         if key not in self._frames:
             choices = self._choices(relevant, backend)
-            if fqn in self._norms:
+            if fqn in self._fusions:
+                kind = "defer" if len(self._fusions[fqn]) == 1 else "defer_mlp"
                 choices = tuple(
-                    (op, i, choice._replace(kind="defer") if op in KINDS and choice.kind == "cast" else choice)
+                    (op, i, choice._replace(kind=kind) if op in KINDS and choice.kind == "cast" else choice)
                     for op, i, choice in choices
                 )
             self._frames[key] = frame_for(choices, self.settings)
@@ -149,7 +153,7 @@ def neutral_choices(rulebook: Rulebook) -> tuple[tuple[str, int | None, Choice],
 
 
 def apply(
-    model: nn.Module, plan: Plan, rulebook: Rulebook, fusions: Mapping[str, str] = MappingProxyType({})
+    model: nn.Module, plan: Plan, rulebook: Rulebook, fusions: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 ) -> Conversion:
     """Puts every module of ``model`` into the frames of ``plan``.
 
@@ -157,7 +161,7 @@ def apply(
         model: not converted.
         plan: the plan.
         rulebook: the rules.
-        fusions: FQN of a norm → of the linear layer that alone reads it, to be run in one.
+        fusions: FQN of a norm → of the layers that run it in one.
     """
     builder = FrameBuilder(plan, rulebook, fusions)
     conversion = Conversion(plan, Receipt(rows=()), caches=note_caches(model))

@@ -1,20 +1,21 @@
 """A norm whose result isn't computed until somebody reads it: the product that alone does may run both in one.
 
-A fused product takes the norm's input and parameters.  Any other read computes the norm as if nothing had been put off;
-where that would no longer give the same numbers, or lose a gradient, it is an error.
+A fused product takes the norm's input and parameters.  Of a two-layer perceptron the first product and the activation
+are put off too.  Any other read computes what was put off as if it had not been; where that would no longer give the
+same numbers, or lose a gradient, it is an error.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from autoprec.backends.base import Norm
+from autoprec.backends.base import LinearSpec, Norm
 from autoprec.errors import ConversionError
 from autoprec.frames.mode import Action
 from autoprec.lower import casts
@@ -27,17 +28,23 @@ _SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "is_cuda", "i
 
 
 class Pending:
-    """What a norm's result is to be computed from.
+    """What a result is to be computed from.
 
     Args:
         source: the norm's input.
         norm: its kind and parameters.
-        compute: gives the result, as the norm's own call does.
+        compute: gives the result, as the call that was put off does.
+        mlp: the product that reads the norm is the first of two that run in one.
+        first: that product and, if not None in it, the activation after it.
     """
 
-    def __init__(self, source: Tensor, norm: Norm, compute: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, source: Tensor, norm: Norm, compute: Callable[[], Tensor], *, mlp: bool, first: First | None = None
+    ) -> None:
         self.source = source
         self.norm = norm
+        self.mlp = mlp
+        self.first = first
         self._compute = functools.cache(compute)
         self._versions = self._versions_now()
         self._records_gradients = torch.is_grad_enabled()
@@ -53,20 +60,39 @@ class Pending:
     def compute(self) -> Tensor:
         """The result, for somebody else than the product."""
         self.check_unwritten()
-        if self._records_gradients and not torch.is_grad_enabled() and self.source.requires_grad:
+        lost = self._records_gradients and not torch.is_grad_enabled()
+        if lost and any(t.requires_grad for t in self._tensors):
             raise ConversionError(
                 "a norm's result was read where no gradient is recorded, while the product after it was to compute it; "
                 "convert without example_inputs, so that nothing is fused"
             )
         return self._compute()
 
+    def after_product(self, first: First, compute: Callable[[], Tensor]) -> Pending:
+        """The same with the first product put off too."""
+        self.check_unwritten()
+        return Pending(self.source, self.norm, compute, mlp=True, first=first)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        first = () if self.first is None else (self.first.weight, self.first.bias)
+        return [t for t in (self.source, self.norm.weight, self.norm.bias, *first) if t is not None]
+
     def _versions_now(self) -> tuple[int, ...]:
-        tensors = (self.source, self.norm.weight, self.norm.bias)
-        return tuple(t._version for t in tensors if t is not None and not t.is_inference())
+        return tuple(t._version for t in self._tensors if not t.is_inference())
+
+
+class First(NamedTuple):
+    """A product that is put off, and the activation after it once that was called too."""
+
+    weight: Tensor
+    bias: Tensor | None
+    spec: LinearSpec
+    activation: str | None = None
 
 
 class Deferred(Tensor):
-    """The result of a norm, not computed yet; ``pending`` says from what it will be.
+    """The result of a norm, or of what was put off after it; ``pending`` says from what it will be computed.
 
     Args:
         pending: see there.
@@ -77,8 +103,9 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, pending: Pending, dtype: torch.dtype) -> Deferred:
-        source = pending.source
-        made = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype, device=source.device)  # type: ignore[attr-defined]
+        source, first = pending.source, pending.first
+        shape = source.shape if first is None else (*source.shape[:-1], first.weight.shape[0])
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.device)  # type: ignore[attr-defined]
         made.pending = pending
         return made
 
@@ -92,7 +119,13 @@ class Deferred(Tensor):
         if name in _SHAPE or attribute in _SHAPE_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*_computed(args), **_computed(kwargs or {}))
+        compute = functools.partial(_call_computed, func, args, kwargs or {})
+        first = args[0].pending.first if args and isinstance(args[0], Deferred) else None
+        activation = None if first is None or first.activation else activation_of(name, args[1:], kwargs or {})
+        if first is None or activation is None:
+            return compute()
+        pending = args[0].pending.after_product(first._replace(activation=activation), compute)
+        return Deferred(pending, first.spec.output_dtype or args[0].dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,21 +140,25 @@ class Defer:
 
     Args:
         op: ``layer_norm`` or ``rms_norm``.
-        action: what the norm does otherwise; None runs it as it is.
+        action: what the norm does otherwise.
         dtype: of its result.
+        mlp: that product is the first of two that run in one.
     """
 
-    def __init__(self, op: str, action: Action | None, dtype: torch.dtype) -> None:
+    def __init__(self, op: str, action: Action, dtype: torch.dtype, *, mlp: bool) -> None:
         self._op = op
         self._action = action
         self._dtype = dtype
+        self._mlp = mlp
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
-        def compute() -> Any:
-            return func(*args, **kwargs) if self._action is None else self._action(func, args, kwargs)
-
+        compute = functools.partial(self._action, func, args, kwargs)
         norm = None if torch.compiler.is_compiling() else self._norm(*args, **kwargs)
-        return compute() if norm is None else Deferred(Pending(args[0], norm, compute), self._dtype)
+        return compute() if norm is None else Deferred(self._pending(args[0], norm, compute), self._dtype)
+
+    def _pending(self, source: Tensor, norm: Norm, compute: Callable[[], Tensor]) -> Pending:
+        # The perceptron's first bias would be rounded beside fp32 activations.
+        return Pending(source, norm, compute, mlp=self._mlp and source.dtype != torch.float32)
 
     def _norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, *rest: Any, **named: Any
@@ -135,6 +172,25 @@ class Defer:
         if eps is None:
             eps = torch.finfo(input.dtype).eps if self._op == "rms_norm" else 1e-5
         return Norm(kind=KINDS[self._op], eps=eps, weight=weight, bias=bias)  # type: ignore[arg-type]
+
+
+def activation_of(name: str, args: Any, kwargs: Any) -> str | None:
+    """The activation that a call on a first product is, as a backend names it; None for another call.
+
+    Args:
+        name: of the function.
+        args: its positional arguments after the tensor.
+        kwargs: its named ones.
+    """
+    if name == "gelu":
+        return "gelu_tanh" if kwargs == {"approximate": "tanh"} and not args else None
+    if name not in ("relu", "silu") or any(args) or any(kwargs.values()):  # in place
+        return None
+    return name
+
+
+def _call_computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return func(*_computed(args), **_computed(kwargs))
 
 
 def _computed(tree: Any) -> Any:

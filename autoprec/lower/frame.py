@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     Args:
         kind: ``cast`` (all arguments in ``formats.input``), ``gemm`` (formats by role), ``widest``, ``destination``,
             ``statistics``, ``range`` (see :class:`autoprec.lower.casts.KeepRange`) or ``factory``; ``defer`` is the
-            ``cast`` of a norm that is left to the product after it.
+            ``cast`` of a norm that is left to the product after it, ``defer_mlp`` that before two products.
         formats: for ``cast`` and ``gemm``.
         backend: the backend that takes a ``gemm`` of fewer than 16 bits; empty if none does.
     """
@@ -114,8 +114,8 @@ def make_action(op: str, name: str, choice: Choice, settings: GemmSettings) -> A
     if choice.kind == "gemm":
         return gemm_action(op, choice.formats, choice.backend, settings)
     dtype = DTYPES[choice.formats.input]
-    if choice.kind == "defer":
-        return Defer(op, casts.CastTo(dtype), dtype)
+    if choice.kind in ("defer", "defer_mlp"):
+        return Defer(op, casts.CastTo(dtype), dtype, mlp=choice.kind == "defer_mlp")
     if op in casts.WRITTEN:
         return casts.CastAround(dtype)
     return casts.CastTo(dtype)

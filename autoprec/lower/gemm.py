@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from autoprec.backends.base import LinearSpec
+from autoprec.backends.base import FirstHalf, LinearSpec
 from autoprec.backends.registry import get_backend
 from autoprec.frames.mode import Action
 from autoprec.lower import casts
-from autoprec.lower.deferred import Deferred
+from autoprec.lower.deferred import Deferred, First
 from autoprec.lower.single import PRODUCTS, SingleGemm
 from autoprec.lower.weights import cast_weight
 from autoprec.plan import FIXED, FOLLOW, Formats, Plan
@@ -93,12 +94,27 @@ class QuantizedLinear:
 
     def _run(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(input, Deferred) and self.fuses:
-            pending = input.pending
-            pending.check_unwritten()
-            return self.kernel.norm_linear(pending.source, pending.norm, weight, bias, self.spec)
+            return self._fused(input, weight, bias)
         if input.dtype not in casts.CASTABLE:
             return torch.nn.functional.linear(input, weight, bias)
         return self.kernel.linear(casts.cast(input, self.dtype), weight, bias, self.spec)
+
+    def _fused(self, input: Deferred, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """With the norm before it, and with another product and an activation between, where those were put off."""
+        pending = input.pending
+        pending.check_unwritten()
+        source, norm, first = pending.source, pending.norm, pending.first
+        if first is not None:
+            if first.activation is None or first.spec != self.spec:
+                return self._run(pending.compute(), weight, bias)
+            half = FirstHalf(norm=norm, weight=first.weight, bias=first.bias, activation=first.activation)  # type: ignore[arg-type]
+            return self.kernel.mlp(source, half, weight, bias, self.spec)
+        fused = functools.partial(self.kernel.norm_linear, source, norm, weight, bias, self.spec)
+        return (
+            Deferred(pending.after_product(First(weight, bias, self.spec), fused), self.dtype)
+            if pending.mlp
+            else fused()
+        )
 
 
 def settings_of(plan: Plan) -> GemmSettings:

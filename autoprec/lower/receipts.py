@@ -55,13 +55,12 @@ def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: 
     asked, why = _words(rule)
     backend, answer = conversion.backends.get(site.module, ("", "")) if site.leaf else ("", "")
     if site.leaf and site.module in conversion.fusions:
-        layer = conversion.fusions[site.module]
-        why = _join(why, f"te fused: runs in the product of {layer!r}")
-        mechanism = f"backend:{conversion.backends[layer][0]}"
+        layers = conversion.fusions[site.module]
+        why = _join(why, f"te fused: runs in the product of {' and '.join(map(repr, layers))}")
+        mechanism = f"backend:{conversion.backends[layers[0]][0]}"
         return Row(site=site.id, op=site.op, asked=asked, got=asked, why=why, mechanism=mechanism)
     if backend:
-        norm = next((norm for norm, layer in conversion.fusions.items() if layer == site.module), "")
-        answer = _join(answer, f"te fused: with norm {norm!r}" if norm else conversion.unfused.get(site.module, ""))
+        answer = _join(answer, _fused_with(conversion, site.module) or conversion.unfused.get(site.module, ""))
         return Row(
             site=site.id,
             op=site.op,
@@ -78,6 +77,14 @@ def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: 
         why = f"ran in {got}: {answer or _why_not(rule, site.op, dtypes)} (plan: {why})"
     mechanism = "none" if rule is None else "frame"
     return Row(site=site.id, op=site.op, asked=asked, got=got, why=why, mechanism=mechanism, flops=site.flops)
+
+
+def _fused_with(conversion: Conversion, fqn: str) -> str:
+    for norm, layers in conversion.fusions.items():
+        if fqn in layers:
+            others = [f"layer {layer!r}" for layer in layers if layer != fqn]
+            return f"te fused: with {' and '.join([f'norm {norm!r}', *others])}"
+    return ""
 
 
 def _words(rule: PlanRule | None) -> tuple[str, str]:

@@ -157,6 +157,32 @@ def rmsnorm_bwd(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin
     return _norm_bwd(grad, x, torch.zeros(len(x)), inverse, weight, centred=False)[:2]
 
 
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+}
+
+
+def _activation(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The kernel of an activation and that of its gradient, under their names."""
+
+    def forward(x: Tensor, quantizer: Any) -> Any:
+        CALLS.append(("activation", name))
+        out = _FUNCTIONS[name](x.detach().float()).to(x.dtype)
+        return on_gpu(out) if quantizer is None else quantize(out, quantizer)
+
+    def backward(grad: Tensor, x: Tensor, quantizer: Any) -> Tensor:
+        assert quantizer is None
+        with torch.enable_grad():
+            leaf = x.detach().float().as_subclass(Tensor).requires_grad_()
+            (found,) = torch.autograd.grad(_FUNCTIONS[name](leaf), leaf, grad.detach().float().as_subclass(Tensor))
+        return on_gpu(found.to(x.dtype))
+
+    forward.__name__, backward.__name__ = name, f"d{name}"
+    return forward, backward
+
+
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     return data.t().contiguous()
 
@@ -245,7 +271,8 @@ def install() -> None:
     module.__spec__ = importlib.util.spec_from_loader("transformer_engine_torch", None)
     kernels = (quantize, bgrad_quantize, fp8_transpose, generic_gemm, fused_amax_and_scale_update_after_reduction)
     norms = (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd)
-    for item in (DType, *kernels, *norms, get_cublasLt_version):
+    activations = [kernel for name in _FUNCTIONS for kernel in _activation(name)]
+    for item in (DType, *kernels, *norms, *activations, get_cublasLt_version):
         setattr(module, item.__name__, item)
     module.FP8FwdTensors, module.FP8BwdTensors = FP8FwdTensors, FP8BwdTensors  # type: ignore[attr-defined]
     module.__getattr__ = Missing("").__getattr__  # type: ignore[method-assign]

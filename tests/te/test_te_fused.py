@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.backends import LinearSpec, get_backend
-from autoprec.backends.base import Norm
+from autoprec.backends.base import FirstHalf, Norm
 from autoprec.backends.transformer_engine.backend import TransformerEngineBackend
 from autoprec.errors import ConversionError
 from autoprec.plan import Formats, Plan, PlanRule
@@ -65,17 +65,73 @@ def test_numbers_are_those_of_the_norm_and_emulation(
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
 
 
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_perceptrons_numbers_are_those_of_its_parts(
+    hopper: ModuleType, kind: Any, activation: Any, biases: tuple[bool, bool]
+) -> None:
+    spec = LinearSpec(formats=HYBRID, recipe=CurrentRecipe())
+    act = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": torch.relu, "silu": F.silu}[activation]
+    results = []
+    for fused in (True, False):
+        x = draw(33, WIDTH).bfloat16()
+        leaf = (hopper.on_gpu(x) if fused else x).requires_grad_()
+        scale, first, second = (nn.Parameter(draw(*s, seed=i)) for i, s in enumerate(((WIDTH,), (48, WIDTH), (16, 48))))
+        bias = [nn.Parameter(draw(n, seed=9)) if on else None for on, n in zip(biases, (48, 16), strict=True)]
+        if fused:
+            half = FirstHalf(
+                norm=Norm(kind=kind, eps=1e-3, weight=scale), weight=first, bias=bias[0], activation=activation
+            )
+            output = TransformerEngineBackend().mlp(leaf, half, second, bias[1], spec)
+        else:
+            norm = F.rms_norm if kind == "RMSNorm" else F.layer_norm
+            named = {"weight": scale.bfloat16(), "eps": 1e-3}
+            linear = get_backend("emulated").linear
+            hidden = linear(norm(leaf, (WIDTH,), **named), first, bias[0], spec)
+            output = linear(act(hidden), second, bias[1], spec)
+        output.backward(draw(33, 16, seed=5).bfloat16())
+        leaves = [t for t in (leaf, scale, first, second, *bias) if t is not None]
+        results.append([t.detach().as_subclass(Tensor).float() for t in (output, *(t.grad for t in leaves))])
+    for got, wanted in zip(*results, strict=True):
+        assert (got - wanted).norm() < 0.03 * wanted.norm()
+
+
 def test_a_layer_holds_nothing_of_the_model(hopper: ModuleType) -> None:
-    backend = TransformerEngineBackend()
+    backend, spec = TransformerEngineBackend(), LinearSpec(formats=HYBRID, recipe=CurrentRecipe())
     norm = Norm(kind="LayerNorm", eps=1e-5, weight=nn.Parameter(torch.ones(WIDTH)), bias=None)
+    half = FirstHalf(norm=norm, weight=nn.Parameter(draw(48, WIDTH)), bias=None, activation="relu")
     x = hopper.on_gpu(draw(ROWS, WIDTH).bfloat16())
-    backend.norm_linear(
-        x, norm, nn.Parameter(draw(48, WIDTH)), None, LinearSpec(formats=HYBRID, recipe=CurrentRecipe())
-    )
-    (layer,) = backend._norm_layers.values()
-    assert all(value is None for value in layer._linear._parameters.values())
+    backend.norm_linear(x, norm, nn.Parameter(draw(48, WIDTH)), None, spec)
+    backend.mlp(x, half, nn.Parameter(draw(16, 48)), None, spec)
+    for layer in (*backend._norm_layers.values(), *backend._mlp_layers.values()):
+        assert all(value is None for value in layer._linear._parameters.values())
+    assert (len(backend._norm_layers), len(backend._mlp_layers)) == (1, 1)
     backend.reset()
     assert not backend._norm_layers
+    assert not backend._mlp_layers
+
+
+def test_an_rms_norm_that_needs_no_gradient(hopper: ModuleType) -> None:
+    # Transformer Engine's own layer fails there.
+    norm = Norm(kind="RMSNorm", eps=1e-5, weight=torch.ones(WIDTH))
+    half = FirstHalf(norm=norm, weight=nn.Parameter(draw(48, WIDTH)), bias=None, activation="relu")
+    x = hopper.on_gpu(draw(ROWS, WIDTH).bfloat16())
+    spec = LinearSpec(formats=HYBRID, recipe=CurrentRecipe())
+    TransformerEngineBackend().mlp(x, half, draw(16, 48), None, spec).sum().backward()
+    assert half.weight.grad is not None
+    assert x.grad is None
+
+
+def test_an_environment_variable_does_not_fuse_the_gelu(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GEMM_GELU_FUSION", "1")  # read where a layer is made; the product would round otherwise
+    monkeypatch.setattr("transformer_engine.pytorch.module.layernorm_mlp._ub_communicators", {})
+    norm = Norm(kind="RMSNorm", eps=1e-5, weight=torch.ones(WIDTH))
+    half = FirstHalf(norm=norm, weight=draw(48, WIDTH), bias=None, activation="gelu_tanh")
+    x = hopper.on_gpu(draw(ROWS, WIDTH).bfloat16())
+    hopper.CALLS.clear()
+    TransformerEngineBackend().mlp(x, half, draw(16, 48), None, LinearSpec(formats=HYBRID, recipe=CurrentRecipe()))
+    assert ("activation", "gelu") in hopper.CALLS
 
 
 # --- in a converted model
@@ -84,16 +140,17 @@ def test_a_layer_holds_nothing_of_the_model(hopper: ModuleType) -> None:
 class Block(nn.Module):
     """Two norms, each read by one layer, and one read by two."""
 
-    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, **options: Any) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, act: Any = F.gelu, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.act = act
         self.before = nn.Linear(WIDTH, WIDTH)
         self.norm, self.up = norm(WIDTH, **options), nn.Linear(WIDTH, 48)
         self.down = nn.Linear(48, WIDTH)
         self.shared, self.left, self.right = norm(WIDTH, **options), nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.down(torch.relu(self.up(self.norm(self.before(x)))))
+        x = x + self.down(self.act(self.up(self.norm(self.before(x)))))
         h = self.shared(x)
         return torch.cat([self.left(h), self.right(h)], -1)
 
@@ -146,10 +203,48 @@ def test_a_norm_that_one_layer_reads_is_fused_and_the_receipt_says_so(
     assert norms(hopper) == 1
 
 
-def test_training_goes_as_without_fusing_and_keys_and_parameters_stay(hopper: ModuleType) -> None:
+ACTIVATIONS: dict[str, Any] = {
+    "relu": torch.relu,
+    "silu": F.silu,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "nn.ReLU": nn.ReLU(),
+    "nn.GELU tanh": nn.GELU("tanh"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_perceptron_is_fused_whole(hopper: ModuleType, name: str) -> None:
+    model = converted(Block(act=ACTIVATIONS[name]))
+    receipt = autoprec.receipt(model)
+    assert receipt["norm"].why.endswith("te fused: runs in the product of 'up' and 'down'")
+    assert receipt["up"].why.endswith("te fused: with norm 'norm' and layer 'down'")
+    assert receipt["down"].why.endswith("te fused: with norm 'norm' and layer 'up'")
+    norms(hopper)
+    model(tokens(hopper)).sum().backward()
+    assert [kind for kind, _ in hopper.CALLS].count("activation") == 1
+    assert norms(hopper) == 1
+
+
+@pytest.mark.parametrize(
+    "act",
+    [F.gelu, torch.tanh, lambda x: F.dropout(torch.relu(x), 0.1), nn.GELU()],
+    ids=["exact gelu", "tanh", "dropout", "nn.GELU"],
+)
+def test_another_activation_leaves_the_second_layer_alone(hopper: ModuleType, act: Any) -> None:
+    model = converted(Block(act=act))
+    assert autoprec.receipt(model)["norm"].why.endswith("te fused: runs in the product of 'up'")
+    assert "fused" not in autoprec.receipt(model)["down"].why
+    norms(hopper)
+    model(tokens(hopper)).sum().backward()
+    assert "activation" not in [kind for kind, _ in hopper.CALLS]
+    assert norms(hopper) == 1
+
+
+@pytest.mark.parametrize("act", [F.gelu, torch.relu], ids=["norm and layer", "perceptron"])
+def test_training_goes_as_without_fusing_and_keys_and_parameters_stay(hopper: ModuleType, act: Any) -> None:
     traces = []
     for fused in (True, False):
-        model = converted(Block(bias=True))
+        model = converted(Block(bias=True, act=act))
         assert list(model.state_dict()) == list(Block().state_dict())
         if not fused:
             model = autoprec.convert(autoprec.revert(model).to("meta"), plan=plan()).to_empty(device="cpu")
@@ -203,6 +298,52 @@ def test_what_else_keeps_them_apart(hopper: ModuleType) -> None:
 
 
 # --- when the model doesn't do what it did
+
+
+class Perceptron(nn.Module):
+    """What happens between its halves is for a test to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, 16)
+        self.between: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(self.before(x)))
+        if self.between is not None:
+            h = self.between(h)
+        return self.down(torch.relu(h))
+
+
+def test_a_change_between_the_halves_is_followed(hopper: ModuleType) -> None:
+    grads: list[list[Tensor]] = []
+    for fused in (True, False):
+        model = converted(Perceptron())
+        if not fused:
+            model = autoprec.convert(autoprec.revert(model).to("meta"), plan=plan()).to_empty(device="cpu")
+            model.load_state_dict(Perceptron().state_dict())
+        model.between = lambda h: h * 2 + 1
+        out = model(tokens(hopper))
+        out.sum().backward()
+        assert norms(hopper) == fused
+        grads.append([out.detach().as_subclass(Tensor), *(p.grad for p in model.parameters())])
+    for got, wanted in zip(*grads, strict=True):
+        assert (got - wanted).norm() <= 0.05 * wanted.norm()
+
+
+def test_a_first_weight_written_in_between_is_an_error(hopper: ModuleType) -> None:
+    model = converted(Perceptron())
+
+    def write(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.up.weight.add_(1)
+        return h
+
+    model.between = write
+    with pytest.raises(ConversionError, match="written before its result was read"):
+        model(tokens(hopper))
 
 
 class Changeable(nn.Module):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoprec.backends.base import Answer, Backend, Gemm, LinearSpec, Norm, first_refusal, refuse_op
-from autoprec.backends.transformer_engine.fused import NormLayer
+from autoprec.backends.base import Answer, Backend, FirstHalf, Gemm, LinearSpec, Norm, first_refusal, refuse_op
+from autoprec.backends.transformer_engine.fused import MLPLayer, NormLayer
 from autoprec.backends.transformer_engine.layer import DelayedLayer, Layer
 from autoprec.backends.transformer_engine.recipes import SUPPORT, refuse_recipe
 from autoprec.errors import BackendError
@@ -40,6 +40,7 @@ class TransformerEngineBackend(Backend):
     def __init__(self) -> None:
         self._layers: dict[_Key, Layer] = {}
         self._norm_layers: dict[tuple[_Key, str, float], NormLayer] = {}
+        self._mlp_layers: dict[tuple[_Key, str, float, str], MLPLayer] = {}
         # The weight of a site is all that tells it from others: modules that do the same share a frame.
         self._of_weights: Any = WeakIdKeyDictionary()
         self._eager: Callable[..., Any] = self._linear
@@ -78,7 +79,7 @@ class TransformerEngineBackend(Backend):
     def fuses(self, spec: LinearSpec) -> Answer:
         if isinstance(spec.recipe, DelayedRecipe):
             return False, "recipe 'delayed' starts from the norm's result, which a fused kernel doesn't show"
-        return True, "Transformer Engine's LayerNormLinear"
+        return True, "Transformer Engine's LayerNormLinear and LayerNormMLP"
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         if spec.recipe is None or isinstance(spec.recipe, DelayedRecipe) or not x.is_cuda or not x.numel():
@@ -101,9 +102,19 @@ class TransformerEngineBackend(Backend):
             output = output + bias
         return output.reshape(*x.shape[:-1], weight.shape[0]).to(spec.output_dtype or x.dtype)
 
+    def mlp(self, x: Tensor, first: FirstHalf, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        key, kind, eps = _fused_key(x, spec), first.norm.kind, first.norm.eps
+        layer = self._mlp_layers.get((key, kind, eps, first.activation))
+        if layer is None:
+            layer = self._mlp_layers[key, kind, eps, first.activation] = MLPLayer(*key, kind, eps, first.activation)
+        rows = x.reshape(-1, x.shape[-1])
+        output = layer.perceptron(_repeat_last(rows, _multiple(spec.recipe)), first, weight, bias)[: rows.shape[0]]
+        return output.reshape(*x.shape[:-1], weight.shape[0]).to(spec.output_dtype or x.dtype)
+
     def reset(self) -> None:
         self._layers.clear()
         self._norm_layers.clear()
+        self._mlp_layers.clear()
         self._of_weights.clear()
         if self.available()[0]:
             importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
@@ -161,6 +172,12 @@ def _pad_rows(rows: Tensor, multiple: int) -> Tensor:
     """Zero rows up to a multiple; they change no scale, and add nothing to a product that contracts them."""
     missing = -rows.shape[0] % multiple
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _fused_key(x: Tensor, spec: LinearSpec) -> _Key:
+    if spec.recipe is None or isinstance(spec.recipe, DelayedRecipe) or not x.is_cuda or not x.numel():
+        raise BackendError(f"backend 'transformer_engine' can't fuse {spec.recipe} here; ask fuses() first")
+    return spec.recipe, spec.formats, x.device
 
 
 def _repeat_last(rows: Tensor, multiple: int) -> Tensor:
