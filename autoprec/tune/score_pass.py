@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from autoprec.errors import BackendError, UsageError
+from autoprec.frames.mode import Action
 from autoprec.graph.record import Call, floating
 from autoprec.graph.site import Site
 from autoprec.tune.gradient_errors import Loss, scalar_loss
@@ -37,7 +38,7 @@ class Scorer:
         self.basis: dict[str, Basis] = dict.fromkeys(choices, "uncalled")
         self._sites: dict[str, Site] = {}
         self.is_backward = False
-        self._lost: set[str] = set()  # arguments were written before the gradient came
+        self._lost: set[str] = set()  # can't be called again: arguments were written before the gradient came
 
     def at_call(self, call: Call) -> None:
         """Scores the call when its gradient comes."""
@@ -100,17 +101,28 @@ class Scorer:
         site = call.site
         if self.basis[site.id] == "uncalled":
             self.basis[site.id] = "gradient"
-        replay = Replay(call, positions, gradients, self._trainable)
+        try:
+            replay = Replay(call, positions, gradients, self._trainable)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.info("%s can't be called again by itself: %s", site.id, error)
+            self._lost.add(site.id)
+            return
         for choice in self._choices[site.id]:
             action = None if choice == REFERENCE else self.variants.action(site, choice)
-            if action is None:
-                continue
-            try:
-                errors = replay.errors(action, call.func)
-            except (RuntimeError, BackendError) as error:
-                _log.warning("%s can't run in %s: %s", site.id, choice, error)
-                errors = Errors(math.inf, math.inf, math.inf)
-            self.add(site.id, choice, errors)
+            if action is not None:
+                self.add(site.id, choice, _errors(replay, action, call, choice))
+
+
+def _errors(replay: Replay, action: Action, call: Call, choice: str) -> Errors:
+    try:
+        return replay.errors(action, call.func)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, BackendError) as error:
+        _log.warning("%s can't run in %s: %s", call.site.id, choice, error)
+        return Errors(math.inf, math.inf, math.inf)
 
 
 class Passes:

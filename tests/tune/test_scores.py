@@ -289,6 +289,25 @@ def test_arguments_that_are_overwritten_before_the_gradient_comes_are_noticed():
     assert found.fisher > 0
 
 
+def test_a_call_that_cannot_be_made_again_is_scored_alone(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("the kernel can't be called on its own")
+
+    monkeypatch.setattr("autoprec.tune.score_pass.Replay", refuse)
+    found = score(nn.Linear(16, 4), torch.randn(8, 16), ("fp32", "bf16"))[""]
+    assert found["bf16"].basis == "alone"
+    assert found["bf16"].fisher > 0 == found["fp32"].fisher
+
+
+def test_running_out_of_memory_is_no_score(monkeypatch):
+    def exhaust(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("autoprec.tune.replay.Replay.errors", exhaust)
+    with pytest.raises(torch.OutOfMemoryError):
+        score(nn.Linear(16, 4), torch.randn(8, 16), ("bf16",))
+
+
 def test_a_result_changed_in_place_keeps_its_own_gradient():
     x = torch.randn(8, 16)
     plain = score(Calls(lambda m, x: F.relu(F.linear(x, m.w)), w=(4, 16)), x, ("bf16",))
