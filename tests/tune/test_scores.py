@@ -12,6 +12,7 @@ from autoprec.errors import UsageError
 from autoprec.graph.record import record
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.recipes import CurrentRecipe
+from autoprec.tune import score_pass
 from autoprec.tune.gradient_errors import group_gradient_errors
 from autoprec.tune.scores import score_sites
 from autoprec.tune.space import role_formats
@@ -293,7 +294,7 @@ def test_a_call_that_cannot_be_made_again_is_scored_alone(monkeypatch):
     def refuse(*args):
         raise RuntimeError("the kernel can't be called on its own")
 
-    monkeypatch.setattr("autoprec.tune.score_pass.Replay", refuse)
+    monkeypatch.setattr(score_pass, "Replay", refuse)
     found = score(nn.Linear(16, 4), torch.randn(8, 16), ("fp32", "bf16"))[""]
     assert found["bf16"].basis == "alone"
     assert found["bf16"].fisher > 0 == found["fp32"].fisher
@@ -303,7 +304,7 @@ def test_running_out_of_memory_is_no_score(monkeypatch):
     def exhaust(*args):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("autoprec.tune.replay.Replay.errors", exhaust)
+    monkeypatch.setattr(score_pass.Replay, "errors", exhaust)
     with pytest.raises(torch.OutOfMemoryError):
         score(nn.Linear(16, 4), torch.randn(8, 16), ("bf16",))
 
