@@ -163,6 +163,11 @@ class PlanSampler(BaseSampler):
         models = self._models(read_history(self._encoding, trials, self._budget))
         return _listed(_predict(models, np.array([mix])))[0]
 
+    def fitted(self, trials: Sequence[FrozenTrial]) -> tuple[Encoding, History, tuple[Model, Model]]:
+        """The encoding, what was measured, and the models of cost and gap in its light; to read, for explanations."""
+        history = read_history(self._encoding, trials, self._budget)
+        return self._encoding, history, self._models(history)
+
     def _propose(self, history: History, trials: Sequence[FrozenTrial], turn: int) -> dict[str, Any]:
         """System attributes of the next trial."""
         models = self._models(history)

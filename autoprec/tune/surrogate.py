@@ -96,6 +96,14 @@ class Process:
         noise = np.full(len(mean), float(np.median(self._noise)) if len(self._noise) else 1e-3)
         return Process(both, np.concatenate([self._y, mean]), np.concatenate([self._noise, noise]), self._groups)
 
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the features, after what was measured: mean ``(D,)`` and covariance ``(D, D)``."""
+        features = self._known.features
+        before = np.eye(features.shape[1])
+        if not len(self._y):
+            return np.zeros(len(before)), before
+        return features.T @ self._weights, before - features.T @ cho_solve(self._factor, features)
+
     def draw(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Weights of the features, ``(count, D)``: the mean's first, then draws from what is believed."""
         size = self._known.features.shape[1]
@@ -152,6 +160,14 @@ class Model:
 
     def believing(self, mixes: np.ndarray) -> Model:
         return replace(self, process=self.process.believing(self.inputs(mixes)))
+
+    def effects(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each choice adds to the sum, after what was measured: mean ``(K,)`` and covariance ``(K, K)``."""
+        each = np.diag(self.sd)
+        if self.scale:
+            each = np.concatenate([each, self.scale * self.mean[:, None]], axis=1)
+        mean, covariance = self.process.weights()
+        return self.mean + each @ mean, each @ covariance @ each.T
 
     def tables(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """What each choice adds, ``(count, G, F)``: as expected, then as drawn."""
