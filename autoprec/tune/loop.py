@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
+from autoprec.errors import StudyError
 from autoprec.estimate import Estimate
 from autoprec.measure import Measurement
 from autoprec.plan import Plan
@@ -99,9 +101,13 @@ class Loop:
                 times = sum(row.seconds > 0 for row in before)
                 row = self._measure(trial, params, plan, self.bench.data_seed + times)
             self._record(turns, trial, row)
+        except UpdateFinishedTrialError as exc:
+            # this process was taken for dead, and the mix is measured elsewhere
+            _try_to_give_up(turns, trial, exc)
+            return
         except BaseException as exc:
             # interrupted, or the storage is gone; a plan's own exceptions are outcomes and don't come here
-            _try_to_give_up(turns, trial, type(exc).__name__)
+            _try_to_give_up(turns, trial, exc)
             raise
         done = turns.num_ended()
         self.progress(Progress(stage="trials", done=done, total=max(done, self.trials), message=str(row), row=row))
@@ -191,10 +197,10 @@ def _copy(trial: Trial, before: TrialRow) -> TrialRow:
     return TrialRow(**{**values, "number": trial.number, "name": name, "note": note, "seconds": 0.0})
 
 
-def _try_to_give_up(turns: Turns, trial: Trial, why: str) -> None:
+def _try_to_give_up(turns: Turns, trial: Trial, why: BaseException) -> None:
     """When the storage itself is gone, the first exception is the one to see; the trial is reclaimed later."""
     try:
-        turns.give_up(trial, why, died=False)
+        turns.give_up(trial, type(why).__name__, died=not isinstance(why, (KeyboardInterrupt, StudyError)))
     except Exception as exc:  # whatever the storage's driver raises
         optuna.logging.get_logger("autoprec").debug("trial %d stays running: %s", trial.number, exc)
 
