@@ -30,13 +30,13 @@ from autoprec.backends.base import (
     refuse_shape,
 )
 from autoprec.backends.torchao_inference import (
-    HeldWeights,
     has_training_kernel,
     held_as,
     kind_of,
     multiply,
     refuse_inference,
 )
+from autoprec.backends.torchao_weights import HeldWeights
 from autoprec.errors import BackendError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe

@@ -1,4 +1,4 @@
-"""torchao's 8- and 4-bit tensors for inference: held beside the model's own weight, and made anew when that is written.
+"""Products with torchao's 8- and 4-bit tensors, for inference.
 
 torchao puts its tensors in the place of a module's Parameter; here they are lent to one product at a time, so that the
 Parameter, its keys and its fp32 values stay.  What torchao computes wrongly without an error is avoided:
@@ -13,45 +13,21 @@ Parameter, its keys and its fp32 values stay.  What torchao computes wrongly wit
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoprec.backends.base import Gemm, refuse_device, refuse_shape
+from autoprec.backends.torchao_weights import GROUPS, LIFT, Kind, cpu_int4, group_of
 from autoprec.errors import BackendError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
 
 _WIDE = ("fp32", "bf16", "fp16")
-#: Numbers of a row that share an int4 scale, the fewest scales first.
-GROUPS = (128, 64, 32)
-#: What int8 and int4 operands are multiplied by, so that a scale's floor is 10 ** -13 or less.
-_LIFT = 2.0**20
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How a weight is held.
-
-    Args:
-        format: of the weight: ``int8``, ``int4`` or ``fp8_e4m3``.
-        dynamic: activations are quantised to the same format, at each call.
-        rowwise: one scale a row and a token, else one a tensor; int4 has one a group.
-        fast: the product may accumulate in less than fp32.
-    """
-
-    format: str
-    dynamic: bool
-    rowwise: bool
-    fast: bool
 
 
 def kind_of(formats: Formats, recipe: Recipe | None) -> tuple[Kind | None, str]:
@@ -119,7 +95,7 @@ def _refuse_int4(gemm: Gemm, kind: Kind) -> str:
     if gemm.device.type == "cpu":
         if out_features % 16:
             return f"out_features={out_features} isn't a multiple of 16"
-        return "" if _cpu_int4() else "this version of torchao has no int4 kernel for CPUs"
+        return "" if cpu_int4() else "this version of torchao has no int4 kernel for CPUs"
     if gemm.device.type == "cuda" and torch.cuda.get_device_capability(gemm.device) < (8, 0):
         return "its int4 kernels need compute capability 8.0 or newer"
     return "" if out_features % 8 == 0 else f"out_features={out_features} isn't a multiple of 8"
@@ -127,124 +103,6 @@ def _refuse_int4(gemm: Gemm, kind: Kind) -> str:
 
 def _refuse_fp8(gemm: Gemm, kind: Kind) -> str:
     return refuse_shape(gemm) or refuse_device(gemm) if kind.dynamic else ""
-
-
-def group_of(in_features: int) -> int | None:
-    """Numbers that share an int4 scale: the most that divide a row."""
-    return next((group for group in GROUPS if in_features % group == 0), None)
-
-
-class _Held(NamedTuple):
-    tensor: Tensor
-    version: int
-    address: int
-
-
-class HeldWeights:
-    """torchao's tensors, by the weight they were made from and the way they are held; they go with their weight."""
-
-    def __init__(self) -> None:
-        self._of_weights: Any = WeakIdKeyDictionary()
-
-    def get(self, weight: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """Torchao's tensor of a weight as it is now; only a Parameter's is kept.
-
-        A write in place through ``weight.data`` leaves no mark, and the kept one stays: write under
-        ``torch.no_grad()``.
-        """
-        if not isinstance(weight, nn.Parameter) or weight.is_inference():
-            return quantize(weight, kind, dtype)
-        held = self._of_weights.setdefault(weight, {})
-        key, entry = (kind, dtype), held.get((kind, dtype))
-        if entry is None or (entry.version, entry.address) != (weight._version, weight.data_ptr()):
-            held[key] = entry = _Held(quantize(weight, kind, dtype), weight._version, weight.data_ptr())
-        return entry.tensor
-
-    def forget(self, weights: Iterable[Tensor]) -> None:
-        """Drops what is held for these weights."""
-        for weight in weights:
-            self._of_weights.pop(weight, None)
-
-    def clear(self) -> None:
-        """Drops all."""
-        self._of_weights.clear()
-
-    def bytes(self, weights: Iterable[Tensor]) -> int:
-        """Bytes that are held for these weights."""
-        held = [entry.tensor for weight in weights for entry in self._of_weights.get(weight, {}).values()]
-        return sum(part.nbytes for tensor in held for part in _parts(tensor))
-
-
-def quantize(weight: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
-    """Torchao's tensor of a weight ``[N, K]``; the weight stays as it is.
-
-    Args:
-        weight: any dtype; it is rounded from its own, not from that of the activations, where torchao can.
-        kind: how.
-        dtype: of the activations.
-
-    Raises:
-        BackendError: torchao left the weight as it was.
-    """
-    with torch.no_grad(), torch.device(weight.device):
-        source = weight.detach().to(torch.float32 if kind.format == "int8" else dtype)
-        empty = None
-        if kind.format == "fp8_e4m3":
-            empty = (source == 0).all(1) if kind.rowwise else (source == 0).all().expand(len(source))
-            source = torch.where(empty[:, None], torch.ones_like(source), source)
-        else:
-            source = source * _LIFT
-        tensor = _quantized(source, kind)
-        if empty is not None:
-            tensor.qdata.view(torch.uint8)[empty] = 0
-    return tensor
-
-
-def _quantized(source: Tensor, kind: Kind) -> Any:
-    quantization = importlib.import_module("torchao.quantization")
-    with torch.device("meta"):
-        holder = nn.Linear(source.shape[1], source.shape[0], bias=False)
-    holder.weight = nn.Parameter(source, requires_grad=False)
-    quantization.quantize_(holder, _config(kind, source))
-    if type(holder.weight) is nn.Parameter:
-        raise BackendError(
-            f"torchao left a weight {tuple(source.shape)} as it was that was to be {kind.format}; ask supports() first"
-        )
-    return holder.weight.detach()
-
-
-def _config(kind: Kind, weight: Tensor) -> Any:
-    quantization = importlib.import_module("torchao.quantization")
-    granularity = quantization.PerRow() if kind.rowwise else quantization.PerTensor()
-    if kind.format == "int4":
-        group = group_of(weight.shape[1])
-        if weight.device.type == "cpu":
-            return _cpu_int4()(group_size=group, set_inductor_config=False)
-        return quantization.Int4WeightOnlyConfig(
-            group_size=group, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-        )
-    common = {"granularity": granularity, "set_inductor_config": False}
-    if kind.format == "int8":
-        name = "Int8DynamicActivationInt8WeightConfig" if kind.dynamic else "Int8WeightOnlyConfig"
-        return getattr(quantization, name)(**common)
-    if not kind.dynamic:
-        return quantization.Float8WeightOnlyConfig(**common)
-    # cuBLASLt of CUDA 12.9 fails at some per-row shapes with fast accumulation, which torchao only warns of.
-    fast = kind.fast and not (kind.rowwise and str(torch.version.cuda).startswith("12.9"))
-    return quantization.Float8DynamicActivationFloat8WeightConfig(
-        **common,
-        activation_value_lb=1e-12,  # without it a token of zeros is NaN (pytorch/ao#3356)
-        mm_config=quantization.Float8MMConfig(use_fast_accum=fast),
-    )
-
-
-@functools.cache
-def _cpu_int4() -> Any:
-    """The configuration of torchao's int4 kernel for CPUs, None where there is none: it is a prototype's."""
-    try:
-        return importlib.import_module("torchao.prototype.quantization.int4").PrototypeInt4WeightOnlyConfig
-    except (ImportError, AttributeError):
-        return None
 
 
 def multiply(x: Tensor, weight: Tensor, tensor: Tensor, kind: Kind) -> Tensor:
@@ -265,11 +123,11 @@ def _product(x: Tensor, tensor: Tensor, kind: Kind) -> Tensor:
     if kind.format == "fp8_e4m3":
         return F.linear(x, tensor)
     if not kind.dynamic:
-        return F.linear(x, tensor) * (1 / _LIFT)
-    rows = x.to(torch.float32) * _LIFT
+        return F.linear(x, tensor) * (1 / LIFT)
+    rows = x.to(torch.float32) * LIFT
     if x.is_cuda:  # its kernel takes more than 16 rows, in eights
         rows = F.pad(rows, (0, 0, 0, max(-len(x) % 8, 24 - len(x))))
-    return F.linear(rows, tensor)[: len(x)] * (1 / _LIFT**2)
+    return F.linear(rows, tensor)[: len(x)] * (1 / LIFT**2)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -285,9 +143,3 @@ class _WithoutGradient(torch.autograd.Function):
         raise BackendError(
             "the plan is for inference, and a weight in 8 or 4 bits has no gradient; convert with mode='training'"
         )
-
-
-def _parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors that a tensor subclass is made of."""
-    names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]

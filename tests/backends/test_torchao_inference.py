@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoprec
 from autoprec.backends import LinearSpec, choose, get_backend
-from autoprec.backends.torchao_inference import HeldWeights, Kind, group_of, quantize
+from autoprec.backends.torchao_weights import HeldWeights, Kind, group_of, quantize
 from autoprec.errors import BackendError
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
@@ -83,14 +83,26 @@ def assert_within_format(got: Tensor, pair: str, x: Tensor, weight: Tensor, reci
     assert error.max() > 0  # it was rounded
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("recipe", [TENSOR, ROW], ids=["current", "rowwise"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_product_is_as_near_as_the_format_allows(pair: str, recipe: Recipe, dtype: torch.dtype) -> None:
-    x, weight = draw(2, 5, IN, dtype=dtype), parameter()
+def test_the_product_is_as_near_as_the_format_allows(
+    pair: str, recipe: Recipe, dtype: torch.dtype, device: str
+) -> None:
+    x, weight = draw(2, 5, IN, dtype=dtype).to(device), nn.Parameter(parameter().detach().to(device))
     got = infer(pair, x, weight, recipe=recipe)
     assert (got.shape, got.dtype) == ((2, 5, OUT), dtype)
     assert_within_format(got, pair, x, weight, recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [TENSOR, ROW], ids=["current", "rowwise"])
+def test_fp8_by_fp8_on_a_gpu(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAIRS, "fp8", ("fp8_e4m3", "fp8_e4m3"))
+    x, weight = draw(40, IN).cuda(), nn.Parameter(parameter().detach().cuda())
+    x[3] = 0  # a token of zeros isn't NaN
+    assert_within_format(infer("fp8", x, weight, recipe=recipe), "fp8", x, weight, recipe)
 
 
 @pytest.mark.parametrize(("width", "group"), [(128, 128), (192, 64), (96, 32), (80, None)])
@@ -215,7 +227,7 @@ def test_int8_products_do_not_overflow_fp16() -> None:
 
 
 def test_a_weight_that_torchao_leaves_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.backends.torchao_inference.group_of", lambda width: 128)
+    monkeypatch.setattr("autoprec.backends.torchao_weights.group_of", lambda width: 128)
     kind = Kind("int4", dynamic=False, rowwise=True, fast=True)
     with pytest.raises(BackendError, match=r"left a weight \(32, 80\) as it was that was to be int4"):
         quantize(torch.ones(32, 80), kind, torch.bfloat16)
@@ -236,12 +248,12 @@ def test_a_cpu_whose_int8_kernels_saturate_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_fp8_by_fp8_floors_a_tokens_scale_and_avoids_the_failing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoprec.backends import torchao_inference
+    from autoprec.backends import torchao_weights
 
     kind = Kind("fp8_e4m3", dynamic=True, rowwise=True, fast=True)
     for cuda, fast in ((None, True), ("12.9", False), ("13.0", True)):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        config = torchao_inference._config(kind, torch.empty(16, 16))
+        config = torchao_weights._config(kind, torch.empty(16, 16))
         assert (config.activation_value_lb, config.mm_config.use_fast_accum) == (1e-12, fast)
 
 

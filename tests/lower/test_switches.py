@@ -226,3 +226,28 @@ def test_compiled_code_stops_for_it() -> None:
     with Watch() as watch:
         compiled(torch.randn(4, 8)).sum().backward()
     assert sorted(watch.seen) == ["bf16", "bf16", "bf16", "ieee", "ieee"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allowed", ["ieee", "tf32"])
+def test_a_gpu_multiplies_as_the_plan_says_and_not_as_the_process_allows(allowed: str) -> None:
+    switch, generator = torch.backends.cuda.matmul, torch.Generator().manual_seed(0)
+    if torch.version.hip or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("has no TF32")
+    x, grad = (torch.randn(256, 256, generator=generator).cuda() for _ in range(2))
+    switch.fp32_precision = allowed
+    errors = {}
+    for name in ("fp32", "tf32"):
+        layer = nn.Linear(256, 256, bias=False).cuda()
+        rule = PlanRule(match=("*::linear",), formats=Formats.all(name))
+        model = autoprec.convert(nn.Sequential(layer), plan=Plan(rules=(rule,)))
+        leaf = x.clone().requires_grad_()
+        output = model(leaf)
+        output.backward(grad)
+        assert leaf.grad is not None
+        weight = layer.weight.detach().double()
+        errors[name] = [(output - x.double() @ weight.T).norm() / output.norm()]
+        errors[name] += [(leaf.grad - grad.double() @ weight).norm() / leaf.grad.norm()]
+        assert switch.fp32_precision == allowed
+    assert all(error < 1e-6 for error in errors["fp32"])
+    assert all(1e-5 < error < 1e-3 for error in errors["tf32"])

@@ -1,10 +1,14 @@
 """Transformer Engine's real kernels against emulation: equal operands, so that accumulation alone differs."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoprec.backends import LinearSpec, choose, get_backend
+from autoprec.backends.base import FirstHalf, Norm
 from autoprec.plan import Formats
 from autoprec.recipes import Block128Recipe, CurrentRecipe, DelayedRecipe, MXFP8Recipe, NVFP4Recipe, Recipe
 
@@ -53,3 +57,35 @@ def test_kernels_multiply_the_operands_of_emulation(recipe: Recipe, formats: For
     for got, wanted in zip(steps("transformer_engine", spec), steps("emulated", spec), strict=True):
         # One rounding to bf16, and tensor cores that accumulate in fewer bits than fp32.
         assert (got - wanted).float().norm() <= 2.0**-7 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_fused_kernels_give_what_their_parts_do(kind: Any, dtype: torch.dtype) -> None:
+    spec = LinearSpec(formats=HYBRID, recipe=CurrentRecipe())
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (ROWS, IN), "scale": (IN,), "first": (OUT, IN), "second": (64, OUT), "bias": (OUT,)}
+    drawn = {name: torch.randn(shape, generator=generator).cuda() for name, shape in shapes.items()}
+    operands = drawn["x"], drawn["first"]
+    backend, reason = choose("linear", HYBRID, *operands, ("transformer_engine",), "training", recipe=spec.recipe)
+    if backend is None:
+        pytest.skip(reason)
+    results = []
+    for fused in (True, False):
+        t = {name: value.clone().requires_grad_() for name, value in drawn.items()}
+        x = t["x"].to(dtype)
+        norm = Norm(kind=kind, eps=1e-5, weight=t["scale"], bias=None)
+        normed = F.rms_norm if kind == "RMSNorm" else F.layer_norm
+        if fused and dtype == torch.bfloat16:
+            half = FirstHalf(norm=norm, weight=t["first"], bias=t["bias"], activation="relu")
+            output = backend.mlp(x, half, t["second"], None, spec)
+        else:
+            if fused:
+                hidden = backend.norm_linear(x, norm, t["first"], t["bias"], spec)
+            else:
+                hidden = backend.linear(normed(x, (IN,), t["scale"].to(dtype), eps=1e-5), t["first"], t["bias"], spec)
+            output = backend.linear(torch.relu(hidden), t["second"], None, spec)
+        output.square().mean().backward()
+        results.append([output.detach(), *(v.grad for v in t.values())])
+    for got, wanted in zip(*results, strict=True):
+        assert (got - wanted).norm() <= 0.05 * wanted.norm()
