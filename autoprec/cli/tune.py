@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 def tune(
     output: Output,
     task: Annotated[
-        str, typer.Argument(metavar="[TASK]", help="A built-in task (gpt, cnn, lstm), file.py:name or pkg.mod:name.")
-    ] = "gpt",
+        str | None,
+        typer.Argument(
+            metavar="[TASK]", help="A built-in task (gpt, cnn, lstm), file.py:name or pkg.mod:name. By default gpt."
+        ),
+    ] = None,
     target: TargetOption = "auto",
     trials: Annotated[
-        int, typer.Option("--trials", min=1, help="Mixes to measure, baselines included.", rich_help_panel="Search")
-    ] = 50,
+        int | None,
+        typer.Option(
+            "--trials",
+            min=1,
+            help="Mixes to measure, baselines included. By default 50, or as many as --timeout allows.",
+            rich_help_panel="Search",
+        ),
+    ] = None,
     timeout: Annotated[
         str | None,
         typer.Option(
@@ -36,6 +45,59 @@ def tune(
             "--max-loss-increase", metavar="SHARE", help="Allowed loss over fp32's.", rich_help_panel="Search"
         ),
     ] = "0.5%",
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            metavar="NAME",
+            help="speed, loss (at --min-speedup), memory, or front.",
+            rich_help_panel="Search",
+        ),
+    ] = "speed",
+    min_speedup: Annotated[
+        float | None,
+        typer.Option("--min-speedup", metavar="X", help="Speed to reach, over fp32's.", rich_help_panel="Search"),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="Who proposes mixes: rules, milp, loop, tpe, gp, nsga2, exhaustive.",
+            rich_help_panel="Search",
+        ),
+    ] = "loop",
+    require_gain: Annotated[
+        bool,
+        typer.Option("--require-gain", help="Exit with 1 where nothing beats fp32.", rich_help_panel="Search"),
+    ] = False,
+    confirm: Annotated[
+        Path | None,
+        typer.Option(
+            "--confirm",
+            metavar="PLAN",
+            help="Measure a plan.json of a study made elsewhere, and those beside it, on this machine.",
+            rich_help_panel="Study",
+        ),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option("--workers", min=1, help="Processes that run trials here.", rich_help_panel="Study"),
+    ] = 1,
+    trial_timeout: Annotated[
+        str | None,
+        typer.Option(
+            "--trial-timeout", metavar="TIME", help="A trial that takes longer is ended.", rich_help_panel="Study"
+        ),
+    ] = None,
+    isolate: Annotated[
+        bool,
+        typer.Option(
+            "--isolate/--no-isolate",
+            help="Run trials in a process of their own, or in this one, for a debugger.",
+            rich_help_panel="Study",
+        ),
+    ] = True,
     keep: KeepOption = None,
     rules: RulesOption = None,
     seed: SeedOption = 0,
@@ -72,36 +134,66 @@ def tune(
 ) -> None:
     """Train a task at several precision mixes on this machine's device, and keep the fastest whose loss holds.
 
-    Ctrl-C leaves the study where it is, and the same command goes on with it.
+    Ctrl-C leaves the study where it is, and the same command goes on with it.  A target that isn't in this machine is
+    emulated, and its speed estimated, until --confirm measures it there.
     """
     import autoprec
     from autoprec.report.read import command_line
     from autoprec.rulebook import load_rulebook
 
+    if confirm is not None:
+        budget = None if max_loss_increase == "0.5%" else parse_share(max_loss_increase)
+        given = {"task": task, "target": None if target == "auto" else target, "output_dir": folder}
+        return settle_plans(output, confirm, {**given, "max_loss_increase": budget}, require_gain, as_json=as_json)
     options: dict[str, Any] = {
         "target": target,
         "trials": trials,
         "timeout": timeout,
         "max_loss_increase": max_loss_increase,
+        "objective": objective,
+        "min_speedup": min_speedup,
+        "method": method,
         "keep": tuple(keep or ()),
         "rules": tuple(rules or ()),
         "seed": seed,
         "storage": storage,
         "study": study,
+        "workers": workers,
+        "trial_timeout": trial_timeout,
+        "isolate": isolate,
         "output_dir": folder,
     }
-    numbers = {
+    parsed = {
         "timeout": None if timeout is None else parse_duration(timeout),
+        "trial_timeout": None if trial_timeout is None else parse_duration(trial_timeout),
         "max_loss_increase": parse_share(max_loss_increase),
     }
     load_rulebook(*rules or ())  # a mistake there would else be seen only after the checkpoint's training
+    task = task or "gpt"
     try:
         with ProgressView(output) as progress:
-            result = autoprec.tune(task, progress=progress, **{**options, **numbers})
+            result = autoprec.tune(task, progress=progress, **{**options, **parsed})
     except KeyboardInterrupt:
         output.note("interrupted: what is finished is kept, and the same command goes on")
         raise
     write_report(output, result, command_line(task, options), as_json=as_json)
+    if require_gain and not result.is_faster:
+        raise typer.Exit(1)
+
+
+def settle_plans(output: Output, path: Path, options: dict[str, Any], require_gain: bool, *, as_json: bool) -> None:
+    """Measure a study's plans on their target, which is here, and show which one holds."""
+    from autoprec.tune.settle import settle
+
+    with ProgressView(output) as progress:
+        settled = settle(path, progress=progress, **options)
+    if as_json:
+        output.show_json(settled.to_json())
+    else:
+        output.show(settled.verdict)
+        output.show(f"{settled.folder}: plan.json, settled.json")
+    if require_gain and settled.winner is None:
+        raise typer.Exit(1)
 
 
 def write_report(output: Output, result: "TuneResult", command: str, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from autoprec.analyze import SiteReport
+from autoprec.formats import FORMATS
 from autoprec.measure.costcache import CostCache
 from autoprec.measure.microbench import measure_costs, measure_seconds
 from autoprec.measure.replay import record_calls
@@ -22,7 +23,7 @@ from autoprec.tune.gradient_errors import Loss, group_gradient_errors
 from autoprec.tune.lock import device_lock
 from autoprec.tune.pricing import Pricing, make_problem
 from autoprec.tune.scores import score_sites
-from autoprec.tune.sitecosts import SiteCosts, estimated_costs, measured_costs
+from autoprec.tune.sitecosts import SiteCosts, estimated_costs, formats_of, measured_costs
 from autoprec.tune.space import OTHER, RULES, Space, role_formats
 from autoprec.tune.trainer import own_random_state
 
@@ -125,8 +126,16 @@ class _Posing:
         choices = {group.name: tuple(name for name in group.choices if name != "fp32") for group in self.space.groups}
         members = group_members(self.space, [row.site for row in rows])
         found = {site: choices[group] for site, group in members.items() if group != OTHER}
-        others = {} if products else {site: (self.space.low_format,) for site in members if site not in found}
-        return {**found, **others}
+        if products:
+            return found
+        others = {site: (self.space.low_format,) for site in members if site not in found}
+        return {**found, **others, **self._pinned(rows)}
+
+    def _pinned(self, rows: tuple[SiteReport, ...]) -> dict[str, tuple[str, ...]]:
+        """The user's pins: they have no choice, but casts between them and their neighbours have a price."""
+        pins = formats_of(Plan(rules=self.space.pins))
+        pinned = {row.site.id: pins(row.site) for row in rows}
+        return {site: (of.input,) for site, of in pinned.items() if of is not None and of.input in FORMATS}
 
     def _formats_of(self, choice: str) -> Formats:
         return role_formats(choice, self.space.base.mode)

@@ -116,10 +116,15 @@ def test_a_trial_that_is_interrupted_is_done_again(tiny, tmp_path, monkeypatch):
     assert calls[1] in {row.plan_sha256 for row in result.trials}
 
 
-def test_no_plan_is_measured_twice_and_a_small_space_ends_early(tiny, tmp_path, monkeypatch):
+def test_no_plan_is_measured_twice_on_the_same_data_and_a_small_space_ends_early(tiny, tmp_path, monkeypatch):
     seen = []
     measure = Bench.trial
-    monkeypatch.setattr(Bench, "trial", lambda self, plan: seen.append(plan.sha256) or measure(self, plan))
+
+    def trial(self, plan, seed=None):
+        seen.append((plan.sha256, seed))
+        return measure(self, plan, seed)
+
+    monkeypatch.setattr(Bench, "trial", trial)
     result = tune(tiny.make(), trials=40, keep=["head=fp32"], output_dir=tmp_path)
     assert len(seen) == len(set(seen))
     assert len({tuple(row.formats.values()) for row in result.trials}) == 6  # wide × other
