@@ -120,10 +120,11 @@ def row_of(number: int, item: Enqueued, outcome: Outcome) -> TrialRow:
         scaler=asdict(item.plan.scaler) if item.plan.scaler.enabled else {},
         state=outcome.state,
         loss_gap=outcome.loss_gap,
-        speedup=None if speed is None else speed.speedup,  # type: ignore[arg-type]
+        speedup=None if speed is None else speed.speedup,
         control=None if speed is None else speed.control,
         candidate_s=None if speed is None else speed.candidate_s,
         baseline_s=None if speed is None else speed.baseline_s,
+        memory_bytes=outcome.memory_bytes,
         losses=outcome.finite_losses,
         num_skipped=outcome.num_skipped,
         seconds=outcome.seconds,

@@ -55,9 +55,9 @@ def test_a_mix_has_a_small_gap_and_the_same_each_time(tiny):
 
 
 def test_planted_speed_is_seen(tiny):
-    comparison = _bench(tiny.make(fp32_s=0.03, low_s=0.01)).trial(BF16).comparison
-    assert comparison.speedup.value == pytest.approx(3)
-    assert comparison.baseline_s == pytest.approx(0.03)
+    comparison = _bench(tiny.make(fp32_s=3.0, low_s=1.0)).trial(BF16).comparison
+    assert comparison.speedup.value == pytest.approx(3, rel=0.02)
+    assert comparison.baseline_s == pytest.approx(3.0, rel=0.02)
     assert comparison.is_faster
 
 
@@ -70,10 +70,10 @@ def test_a_hopeless_loss_is_stopped_early(tiny):
 
 
 def test_a_hopeless_step_time_is_stopped_early_and_timed(tiny):
-    outcome = _bench(tiny.make(low_s=0.04)).trial(BF16)
+    outcome = _bench(tiny.make(fp32_s=1.0, low_s=4.0)).trial(BF16)
     assert outcome.state == "stopped"
     assert outcome.note == "stopped after 8 steps, each of which took 4.0 times as long as in fp32"
-    assert outcome.comparison.speedup.value == pytest.approx(0.25)
+    assert outcome.comparison.speedup.value == pytest.approx(0.25, rel=0.02)
     assert outcome.comparison.speedup.rounds == 5
 
 

