@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,14 +29,16 @@ from autoprec.backends.base import (
     refuse_op,
     refuse_shape,
 )
+from autoprec.backends.registry import get_backend
 from autoprec.backends.torchao_inference import (
+    NO_GRADIENT,
     has_training_kernel,
     held_as,
     kind_of,
     multiply,
     refuse_inference,
 )
-from autoprec.backends.torchao_weights import HeldWeights
+from autoprec.backends.torchao_weights import HeldWeights, Kind
 from autoprec.errors import BackendError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
@@ -56,7 +58,6 @@ class TorchaoBackend(Backend):
         # Filled by supports(), which is asked before a model runs: a compiler can't trace torchao's import.
         self._kernels: dict[_Key, _Kernel] = {}
         self._weights = HeldWeights()
-        self._eager: Callable[..., Tensor] = self._infer
 
     def available(self) -> Answer:
         try:
@@ -78,7 +79,7 @@ class TorchaoBackend(Backend):
 
     def supports(self, gemm: Gemm) -> Answer:
         if gemm.mode == "inference" and not has_training_kernel(gemm.formats, gemm.recipe, gemm.device, gemm.dtype):
-            return self._supports_held(gemm)
+            return first_refusal(gemm, (refuse_op, refuse_inference), held_as(gemm))
         checks = (refuse_op, _refuse_integers, _refuse_recipe, refuse_shape, refuse_device)
         answer = first_refusal(gemm, checks, f"torchao's {_recipe_name(gemm.recipe)}")
         if answer[0]:
@@ -87,7 +88,7 @@ class TorchaoBackend(Backend):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         if spec.mode == "inference" and not has_training_kernel(spec.formats, spec.recipe, x.device, x.dtype):
-            return self._eager(x, weight, bias, spec)
+            return self._infer(x, weight, bias, spec)
         kernel = self._kernels.get(_key(spec.recipe, x.device))
         if kernel is None:
             kernel = self._prepare(spec.recipe, x.device)
@@ -95,6 +96,10 @@ class TorchaoBackend(Backend):
             output = kernel.function.apply(x, weight.t(), kernel.mm_config, kernel.config)
         output = output.to(spec.output_dtype or x.dtype)
         return output if bias is None else output + bias.to(output.dtype)
+
+    def held(self, weight: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+        """Torchao's tensor of a weight, for activations of that dtype."""
+        return self._weights.get(weight, kind, dtype)
 
     def reset(self) -> None:
         self._weights.clear()
@@ -105,25 +110,21 @@ class TorchaoBackend(Backend):
     def held_bytes(self, weights: Iterable[Tensor]) -> int:
         return self._weights.bytes(weights)
 
-    def _supports_held(self, gemm: Gemm) -> Answer:
-        answer = first_refusal(gemm, (refuse_op, refuse_inference), held_as(gemm))
-        if answer[0] and self._eager == self._infer:
-            # Asked before a model runs: a compiler can't trace what a weight is looked up by.
-            self._eager = torch.compiler.disable(self._infer, reason="torchao's tensor of a weight is made outside")
-        return answer
-
     def _infer(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
         kind, reason = kind_of(spec.formats, spec.recipe)
         if kind is None:
             raise BackendError(f"backend 'torchao': {reason}; ask supports() first")
-        if _functorch.is_functorch_wrapped_tensor(x):
+        if not torch.compiler.is_compiling() and _functorch.is_functorch_wrapped_tensor(x):
             raise BackendError("torchao's weights don't run in a torch.func transform; use the backend 'emulated'")
         dtype = spec.output_dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1])
         if x.is_meta or not rows.shape[0]:  # shapes alone; an expert without tokens, which kernels don't take
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(dtype)
         with no_autocast(x):
-            output = multiply(rows, weight, self._weights.get(weight, kind, x.dtype), kind)
+            if torch.compiler.is_compiling():
+                output = _held_product(rows, weight, kind.format, kind.dynamic, kind.rowwise, kind.fast)
+            else:
+                output = multiply(rows, weight, self.held(weight, kind, x.dtype), kind)
             output = output if bias is None else output + bias.to(output.dtype)
         return output.reshape(*x.shape[:-1], weight.shape[0]).to(dtype)
 
@@ -134,6 +135,26 @@ class TorchaoBackend(Backend):
         return self._kernels.setdefault(key, _kernel(key))
 
 
+@torch.library.custom_op("autoprec::torchao_held_product", mutates_args=())
+def _held_product(x: Tensor, weight: Tensor, format: str, dynamic: bool, rowwise: bool, fast: bool) -> Tensor:
+    """:func:`multiply` as one op of a compiled graph, which can't look a weight up itself."""
+    backend: Any = get_backend("torchao")
+    kind = Kind(format, dynamic, rowwise, fast)
+    with torch.no_grad():
+        return multiply(x, weight, backend.held(weight, kind, x.dtype), kind)
+
+
+@_held_product.register_fake  # pyright: ignore[reportFunctionMemberAccess]
+def _(x: Tensor, weight: Tensor, format: str, dynamic: bool, rowwise: bool, fast: bool) -> Tensor:
+    integers = format == "int8" and dynamic
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if integers else x.dtype)
+
+
+def _refuse_gradient(ctx: Any, grad: Tensor) -> Any:
+    raise BackendError(NO_GRADIENT)
+
+
+_held_product.register_autograd(_refuse_gradient)  # pyright: ignore[reportFunctionMemberAccess]
 _Key = tuple[str | None, bool, bool, bool]
 
 

@@ -27,6 +27,7 @@ from autoprec.errors import BackendError
 from autoprec.plan import Formats
 from autoprec.recipes import CurrentRecipe, Recipe, RowwiseRecipe
 
+NO_GRADIENT = "the plan is for inference, and a weight in 8 or 4 bits has no gradient; convert with mode='training'"
 _WIDE = ("fp32", "bf16", "fp16")
 
 
@@ -140,6 +141,4 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise BackendError(
-            "the plan is for inference, and a weight in 8 or 4 bits has no gradient; convert with mode='training'"
-        )
+        raise BackendError(NO_GRADIENT)

@@ -371,11 +371,35 @@ def test_the_receipt_counts_what_is_held() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own way
-def test_a_compiled_model_gives_the_same() -> None:
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_compiled_or_exported_model_gives_the_same_from_the_same_weights(pair: str) -> None:
     torch._dynamo.reset()
-    model, x = converted("int8"), draw(3, 128, dtype=torch.float32)
+    x = draw(3, 128, dtype=torch.float32)
     with torch.no_grad():
-        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+        model = converted(pair)
+        if autoprec.receipt(model)["up"].mechanism != "backend:torchao":
+            pytest.skip(autoprec.receipt(model)["up"].why)
+        out = model(x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), out)
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), out)
+        held = get_backend("torchao").held_bytes(list(model.parameters()))
+        assert torch.equal(compiled(x), out)
+        assert get_backend("torchao").held_bytes(list(model.parameters())) == held
+        model.up.weight.zero_()
+        assert not compiled(x).any()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own way
+def test_a_compiled_gradient_is_refused_too() -> None:
+    torch._dynamo.reset()
+    weight = parameter()
+    infer("int8", draw(4, IN), weight)
+    spec = LinearSpec(formats=formats("int8"), recipe=ROW, mode="inference")
+    backend = get_backend("torchao")
+    compiled = torch.compile(lambda x: backend.linear(x, weight, None, spec), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="the plan is for inference"):
+        compiled(draw(4, IN).requires_grad_()).sum().backward()
 
 
 def test_a_transform_is_refused() -> None:
