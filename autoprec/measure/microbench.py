@@ -150,7 +150,7 @@ def measure_seconds(
     Args:
         steps: name → a call that does one step, such as the optimizer's.
         device: what they run on.
-        cache: that of the costs.
+        cache: that of the costs; without one, the unit is that of the process's latest.
     """
     ruler = Ruler(device, cache)
     found = ruler.read(steps)

@@ -7,7 +7,6 @@ can.  One reading of the yardstick makes them seconds again.
 from __future__ import annotations
 
 import datetime
-import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,9 @@ _MIN_ROUNDS, _MAX_ROUNDS = 5, 9
 _CPU_SIZE, _GPU_SIZE = 384, 4096
 _UNIT_READINGS = 20
 
+#: Device and threads → the unit that this process measures in.
+_units: dict[tuple[torch.device, int], Reading] = {}
+
 
 class Ruler:
     """Measures steps on one device in yardsticks.
@@ -45,7 +47,16 @@ class Ruler:
         self._cache = cache
         self._readings: dict[str, Reading] = {}
         self._yardstick = _yardstick(self.device)
-        self.unit = self.known(YARDSTICK) or self.keep(YARDSTICK, _unit(self.device, self.environment.threads))
+        self.unit = self._unit()
+
+    def _unit(self) -> Reading:
+        """Seconds of the yardstick: the cache's, else the process's, so that what one process measures adds up."""
+        place = self.device, self.environment.threads
+        unit = self.known(YARDSTICK)
+        if unit is None:
+            unit = self.keep(YARDSTICK, _units.get(place) or _read_unit(*place))
+        _units[place] = unit
+        return unit
 
     def known(self, key: str) -> Reading | None:
         """A reading of this run or an earlier one."""
@@ -130,9 +141,7 @@ def _yardstick(device: torch.device) -> Step:
     return lambda: matrix @ matrix
 
 
-@functools.cache
-def _unit(device: torch.device, threads: int) -> Reading:
-    """Seconds of the yardstick; read once a process, so that its measurements add up without a cache too."""
+def _read_unit(device: torch.device, threads: int) -> Reading:
     step = _yardstick(device)
     _timed(step, device)
     readings = sorted(_timed(step, device) for _ in range(_UNIT_READINGS))

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from autoprec.measure import yardstick
-from autoprec.measure.costcache import Reading
+from autoprec.measure.costcache import YARDSTICK, CostCache, Reading
 from autoprec.measure.yardstick import Ruler
 
 
@@ -25,9 +25,8 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(yardstick, "_yardstick", lambda device: clock.step(0.001))
-    yardstick._unit.cache_clear()
-    yield clock
-    yardstick._unit.cache_clear()
+    monkeypatch.setattr(yardstick, "_units", {})
+    return clock
 
 
 def reading(value: float, low: float, high: float) -> Reading:
@@ -89,6 +88,15 @@ def test_sums_add_values_and_their_uncertainties_in_quadrature(clock):
     assert measured.rounds == 7
     assert measured.date == "2026-11-29T00:00:00+00:00"
     assert Ruler("cpu").seconds([reading(1.0, 0.7, 1.3)], [10]).low == pytest.approx(0.007)
+
+
+def test_a_cache_sets_the_unit_of_the_process(clock, tmp_path):
+    cache = CostCache(tmp_path / "costs.json", {})
+    cache.put(YARDSTICK, reading(0.002, 0.001, 0.003))
+    assert Ruler("cpu", cache).unit.value == 0.002
+    ruler = Ruler("cpu")
+    assert ruler.unit.value == 0.002
+    assert ruler.seconds([ruler.read({"step": clock.step(0.01)})["step"]]).value == pytest.approx(0.02)
 
 
 def test_no_steps_give_no_readings(clock):
