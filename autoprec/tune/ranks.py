@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 class _Order(IntEnum):
     """What the leader says, with the numbers that follow."""
 
-    END = 0
+    END = 0  # then shared: the result
     BUILD = 1  # trainer; then shared: plan, jitter, trainers that are gone
     RESTORE = 2  # trainer
     SEED = 3  # seed
@@ -77,7 +77,7 @@ class RanksBench(Bench):
         self._places: dict[int, tuple[int, int, int]] = {}
         self._num_built = 0
         self._gone: list[int] = []
-        self._is_together = False
+        self._is_together, self._is_open = False, True
         names = ("checkpoint", "seed", "budget")
         self._team.share({name: public[name] for name in names})
 
@@ -151,10 +151,13 @@ class RanksBench(Bench):
             self._places.update({id(batch): (seed, steps, index) for index, batch in enumerate(batches)})
         return batches
 
-    def close(self) -> None:
-        """Let the other ranks go."""
-        self._team.tell(_Order.END)
-        self._team.disband()
+    def close(self, result: Any = None) -> None:
+        """Let the other ranks go, with what their :func:`follow` returns; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._team.tell(_Order.END)
+            self._team.share(result)
+            self._team.disband()
 
     def __enter__(self) -> Self:
         return self
@@ -308,19 +311,24 @@ class _Follower:
             self._team.fail(exc)
 
 
-def follow(task: Task, device: torch.device, *, wrap: Wrap = data_parallel) -> None:
+def follow(task: Task, device: torch.device, *, wrap: Wrap = data_parallel) -> Any:
     """What ranks above 0 do: make rank 0's steps on data of their own, until it closes its bench.
 
     Args:
         task: the same as rank 0's.
         device: of this rank.
         wrap: as rank 0's.
+
+    Returns:
+        what rank 0 gave to :meth:`RanksBench.close`.
     """
     team = Team(device, wrap)
     follower = _Follower(team, Bench(task=task, device=device, **team.share()))
     while follower.obey(*team.hear()):
         pass
+    result = team.share()
     team.disband()
+    return result
 
 
 def _join(team: Team, number: int, trainer: Trainer) -> None:

@@ -72,7 +72,8 @@ class Team:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._backend = dist.get_default_backend_for_device(device)
-        if not dist.is_initialized():
+        self._is_ours = not dist.is_initialized()
+        if self._is_ours:
             dist.init_process_group(backend="gloo", timeout=_PATIENCE)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._wrap = wrap
@@ -163,7 +164,10 @@ class Team:
         return min(failures)
 
     def disband(self) -> None:
-        """The end, for all ranks."""
+        """The end, for all ranks; a script's own process group stays."""
         dist.barrier(group=self._orders)
         self._close()
-        dist.destroy_process_group()
+        if self._is_ours:
+            dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(self._orders)

@@ -24,7 +24,8 @@ from test_worker import BF16, FP32, bench_of
 
 assert is_distributed()
 if not is_leader():
-    follow(killers.task, torch.device("cpu"))
+    result = follow(killers.task, torch.device("cpu"))
+    Path(os.environ["KILLERS_FOLDER"], "followed").write_text(result)
     sys.exit()
 deed = Path(os.environ["KILLERS_FOLDER"], "deed").write_text
 results = {}
@@ -67,6 +68,7 @@ with RanksBench(bench_of(killers.task)) as bench:
     results["noise"] = bench.noise((1, 2))
     results["step"] = bench.measure_step_s()
     results["speeds"] = sorted(bench.speeds({"a": BF16, "b": FP32}, 3))
+    bench.close("the answer")
 print(json.dumps(results))
 """
 
@@ -89,8 +91,10 @@ def _torchrun(folder, how="live"):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    run = _torchrun(tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+    run = _torchrun(folder)
     assert run.returncode == 0, run.stderr
+    assert (folder / "followed").read_text() == "the answer"
     return json.loads(run.stdout.splitlines()[-1])
 
 
