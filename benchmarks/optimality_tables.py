@@ -136,7 +136,7 @@ def _stacked(state: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def costs_of(case: Case) -> dict[str, dict[str, float]]:
-    """Group → format → estimated seconds of a step on the scaled target; fp32 too, as the unit of speed."""
+    """Group → format → estimated seconds of a step on the scaled target; fp32 and bf16 too, as units."""
     model = case.build(0)
     batch = next(case.batches(0))
     sites = {site.module: site for site in record(model, lambda m: case.loss(m, batch)).sites.values()}
@@ -148,7 +148,7 @@ def costs_of(case: Case) -> dict[str, dict[str, float]]:
                 * linear_seconds(_shape(sites[layer]), target, role_formats(name, "training"), "bf16", "training")
                 for layer in layers
             )
-            for name in dict.fromkeys(("fp32", *case.choices[group]))
+            for name in dict.fromkeys(("fp32", "bf16", *case.choices[group]))
         }
         for group, layers in case.groups.items()
     }

@@ -115,8 +115,13 @@ def read_history(encoding: Encoding, trials: Sequence[FrozenTrial], budget: floa
         taken=frozenset(taken),
         num_from_front=sum(t.system_attrs.get(ORIGIN) == FRONT for t in trials if t.state != TrialState.FAIL),
         distributions=distributions,
-        num_settings=sum(SETTINGS in t.system_attrs for t in trials),
+        num_settings=sum(tries_settings(t) for t in trials),
     )
+
+
+def tries_settings(trial: FrozenTrial) -> bool:
+    """Whether the trial is for its settings; a repeat has those of the plan that it repeats."""
+    return SETTINGS in trial.system_attrs and trial.system_attrs.get(ORIGIN) != REPEAT
 
 
 class _Reading:

@@ -181,6 +181,9 @@ class PlanSampler(BaseSampler):
         if settings is not None:
             return settings
         mix, origin = self._next_in_pool(history, (cost, gap), turn)
+        row = history.row(mix)
+        if origin == REPEAT and row is not None:  # of the same plan
+            return {MIX: list(mix), ORIGIN: origin, SETTINGS: dict(history.settings[row])}
         return {MIX: list(mix), ORIGIN: origin}
 
     def _models(self, history: History) -> tuple[Model, Model]:

@@ -14,7 +14,7 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, create_trial
 
 from autoprec.tune.encoding import Encoding
-from autoprec.tune.history import CONSTRAINT, SETTINGS, History, Mix
+from autoprec.tune.history import CONSTRAINT, SETTINGS, History, Mix, tries_settings
 from autoprec.tune.storage import quiet_optuna
 
 #: Trials that a study spends on settings, and how many trials there are for one of them.
@@ -88,7 +88,7 @@ def best_setting(encoding: Encoding, trials: Sequence[FrozenTrial], name: str, m
             continue
         gap = trial.constraints[CONSTRAINT]
         change = gap - gaps.setdefault(mix, gap)
-        if SETTINGS in trial.system_attrs and name in trial.params and change < least:
+        if tries_settings(trial) and name in trial.params and change < least:
             found, least = trial.params[name], change
     return found
 

@@ -303,3 +303,19 @@ def test_settings_are_tried_where_a_lower_loss_would_win_and_then_kept():
     assert 1 <= len(tried) <= 10
     assert study.trials[0].params["scaler.init_scale"] == 32.0
     assert {t.params["scaler.init_scale"] for t in study.trials[-5:] if t not in tried} == {256.0}
+
+
+def test_a_repeat_has_the_settings_of_what_it_repeats():
+    table = Table(4, 0)
+    study = new_study(table, PlanSampler(*table.prior, BUDGET, noise=0.4, seed=0))
+    for k in range(40):
+        trial, params = ask(table, study)
+        speed, gap = table.measure(params)
+        trial.suggest_categorical("scaler.init_scale", [2.0**k for k in range(5, 12)])
+        noise = 0.4 * np.random.default_rng(k).standard_normal()
+        trial.set_constraint(CONSTRAINT, gap + noise - BUDGET)
+        study.tell(trial, speed)
+    plans = [tuple(t.params.values()) for t in study.trials]
+    repeats = [k for k, origin in enumerate(origins(study)) if origin == "repeat"]
+    assert repeats
+    assert all(plans[k] in plans[:k] for k in repeats)
