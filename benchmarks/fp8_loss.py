@@ -3,7 +3,8 @@
     python benchmarks/fp8_loss.py
 
 Each run starts from the same weights and sees the same batches; its gap is the mean difference of the training loss
-over all steps, as a share of fp32's.  Head, first and last block run in bf16, the rest as named.
+over all steps, as a share of fp32's.  Head, first and last block run in bf16, the rest as named; the naive conversions,
+which are here to be told from the good ones, convert every linear layer.
 
 Writes ``benchmarks/results/fp8_loss.json``.
 """
@@ -13,12 +14,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from autoprec.backends import LinearSpec, get_backend
@@ -43,13 +47,17 @@ SPECS = {
 }
 
 
-def emulate(model: nn.Module, spec: LinearSpec) -> None:
-    """Every linear layer runs as ``spec`` says, in bf16 in the head and the first and last block."""
+#: Converted as a whole, head and first and last block included.
+NAIVE = ("fp8 e4m3, unscaled", "nvfp4, 1-D, round to nearest")
+
+
+def emulate(model: nn.Module, spec: LinearSpec, everywhere: bool = False) -> None:
+    """Every linear layer runs as ``spec`` says, by default in bf16 in the head and the first and last block."""
     last = max(int(name.split(".")[1]) for name, _ in model.named_modules() if name.startswith("blocks."))
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             inner = name.startswith("blocks.") and 0 < int(name.split(".")[1]) < last
-            layer.forward = forward(layer, spec if inner else BF16)
+            layer.forward = forward(layer, spec if inner or everywhere else BF16)
 
 
 def forward(layer: nn.Linear, spec: LinearSpec) -> Callable[[Tensor], Tensor]:
@@ -74,11 +82,22 @@ def train(task: Task, model: nn.Module, state: dict | None, data_seed: int, step
     return losses, optimizer.state_dict()
 
 
+def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean gap of each recipe over the data seeds with its 95% interval (Student's t), in per cent."""
+    found = {}
+    for name in SPECS:
+        gaps = [row["gap_pct"] for row in rows if row["recipe"] == name]
+        mean = statistics.fmean(gaps)
+        half = float(stdtrit(len(gaps) - 1, 0.975)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+        found[name] = {"gap_pct": mean, "low": mean - half, "high": mean + half}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--warmup", type=int, default=200, help="fp32 steps before the checkpoint")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2200, help="fp32 steps before the checkpoint")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
     started = time.perf_counter()
     task = make_task(context=128)
@@ -89,7 +108,7 @@ def main() -> None:
         reference, _ = train(task, copy.deepcopy(checkpoint), state, seed, options.steps)
         for name, spec in SPECS.items():
             model = copy.deepcopy(checkpoint)
-            emulate(model, spec)
+            emulate(model, spec, everywhere=name in NAIVE)
             losses, _ = train(task, model, state, seed, options.steps)
             gap = statistics.fmean(a - b for a, b in zip(losses, reference, strict=True)) / statistics.fmean(reference)
             rows.append({"recipe": name, "seed": seed, "gap_pct": 100 * gap, "last_loss": losses[-1]})
@@ -101,6 +120,8 @@ def main() -> None:
         "checkpoint_loss": statistics.fmean(warmup[-20:]),
         "steps": options.steps,
         "wall_s": round(time.perf_counter() - started, 1),
+        "naive": list(NAIVE),
+        "summary": summarise(rows),
         "rows": rows,
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

@@ -99,8 +99,8 @@ def _place(row: SiteReport, formats_of: FormatsOf, low: str, placed: dict[str, P
     asked = formats_of(site)
     widest = max((item.output for item in read), key=_width, default="fp32")
     if asked is None or asked.input in ("follow", "fixed"):
-        # parameters are fp32, and promote what they are added to
-        asked = Formats.all("fp32" if site.num_params and not site.is_gemm else widest)
+        # parameters are fp32, and promote what they are added to; a batch norm's kernel gives what it reads
+        asked = Formats.all("fp32" if site.num_params and not site.is_gemm and site.op != "batch_norm" else widest)
     narrow = bytes_of(asked.input) < 2
     operand = low if narrow else asked.input
     is_view = site.op in VIEWS

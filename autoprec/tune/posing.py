@@ -118,7 +118,9 @@ class _Posing:
                 on_progress=self.on_step,
             )
             batches = bench.batches(bench.data_seed, bench.effort.steps)
-            step = measure_seconds({"step": bench.baseline().stepper(batches)}, device=bench.device)["step"]
+            step = measure_seconds({"step": bench.baseline().stepper(batches)}, device=bench.device, cache=cache)[
+                "step"
+            ]
         return measured_costs(costs, step.value)
 
     def _choices(self, rows: tuple[SiteReport, ...], *, products: bool) -> dict[str, tuple[str, ...]]:
