@@ -2,8 +2,8 @@
 
 Not ``multiprocessing``'s own ``Process``: its spawn imports the caller's main module again, so that a script without
 an ``if __name__ == "__main__"`` would start its study in the worker too.  Pebble (LGPL) kills a task that is late, but
-its pool can't be asked how a worker died or be told to drop one that leaks; loky's executor is broken as a whole by one
-death and has no time limit a task.  What is needed here is one process, one pipe and two signals.
+starts its processes by that spawn, and can't be told to drop one that leaks; loky's executor is broken as a whole by
+one death and has no time limit a task.  What is needed here is one process, one pipe and three signals.
 """
 
 from __future__ import annotations
