@@ -98,7 +98,7 @@ class TorchaoBackend(Backend):
         return output if bias is None else output + bias.to(output.dtype)
 
     def held(self, weight: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """Torchao's tensor of a weight, for activations of that dtype."""
+        """The tensor of a weight, for activations of that dtype."""
         return self._weights.get(weight, kind, dtype)
 
     def reset(self) -> None:

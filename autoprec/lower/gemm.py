@@ -110,11 +110,9 @@ class QuantizedLinear:
             half = FirstHalf(norm=norm, weight=first.weight, bias=first.bias, activation=first.activation)  # type: ignore[arg-type]
             return self.kernel.mlp(source, half, weight, bias, self.spec)
         fused = functools.partial(self.kernel.norm_linear, source, norm, weight, bias, self.spec)
-        return (
-            Deferred(pending.after_product(First(weight, bias, self.spec), fused), self.dtype)
-            if pending.mlp
-            else fused()
-        )
+        if not pending.mlp:
+            return fused()
+        return Deferred(pending.after_product(First(weight, bias, self.spec), fused), self.dtype)
 
 
 def settings_of(plan: Plan) -> GemmSettings:

@@ -56,7 +56,8 @@ def _recorded(matcher: RuleMatcher, conversion: Conversion, site: Site, dtypes: 
     backend, answer = conversion.backends.get(site.module, ("", "")) if site.leaf else ("", "")
     if site.leaf and site.module in conversion.fusions:
         layers = conversion.fusions[site.module]
-        why = _join(why, f"te fused: runs in the product of {' and '.join(map(repr, layers))}")
+        product = f"the product of {' and '.join(map(repr, layers))}"
+        why = _join(why, f"te fused: runs in {product}, which reads its weight in the dtype of its input")
         mechanism = f"backend:{conversion.backends[layers[0]][0]}"
         return Row(site=site.id, op=site.op, asked=asked, got=asked, why=why, mechanism=mechanism)
     if backend:

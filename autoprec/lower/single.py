@@ -18,7 +18,7 @@ from torch import Tensor
 from autoprec.formats import get_format
 from autoprec.formats.elements import round_element
 from autoprec.lower import casts
-from autoprec.lower.switches import hold, is_set
+from autoprec.lower.switches import hold, is_ieee_everywhere, is_set
 
 #: Ops that are one product, so that TF32 is the rounding of their operands and of their gradient.
 PRODUCTS = frozenset(
@@ -48,6 +48,8 @@ class SingleGemm:
     eager_hold: Callable[..., Any] = field(default_factory=lambda: _disabled_hold())
 
     def __call__(self, func: casts.Func, args: casts.Args, kwargs: casts.Kwargs) -> Any:
+        if self.precision == "ieee" and is_ieee_everywhere(self.op):
+            return self.cast(func, args, kwargs)
         return self.cast(functools.partial(self._run, func), args, kwargs)
 
     def _run(self, func: casts.Func, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ turns; but a thread that launches products of its own, outside of any plan, in t
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,17 @@ def is_set(device_type: str, op: str, precision: str) -> bool:
         return True
     found = switch.fp32_precision
     return found in _IEEE if precision == "ieee" else found == precision
+
+
+@torch.compiler.assume_constant_result
+def is_ieee_everywhere(op: str) -> bool:
+    """Whether the process asks for nothing but fp32 from an op's products, on any device of this machine."""
+    return is_set("cpu", op, "ieee") and (not _has_cuda() or is_set("cuda", op, "ieee"))
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
 
 
 def hold(device_type: str, op: str, precision: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -125,6 +137,7 @@ def _recorded(call: Callable[..., Any], leaves: Any) -> tuple[list[Any], Any]:
         return inputs, call(*inputs)
 
 
+@functools.cache
 def _switch(device_type: str, op: str) -> Any:
     """The switch that an op's fp32 products obey; None on a device without one."""
     kind = "conv" if op.startswith("conv") else "rnn" if op.startswith(("lstm", "gru", "rnn")) else "matmul"

@@ -193,7 +193,7 @@ def test_a_norm_that_one_layer_reads_is_fused_and_the_receipt_says_so(
     model = converted(Block(norm))
     receipt = autoprec.receipt(model)
     assert receipt["norm"].mechanism == receipt["up"].mechanism == "backend:transformer_engine"
-    assert receipt["norm"].why.endswith("te fused: runs in the product of 'up'")
+    assert receipt["norm"].why.startswith("te fused: runs in the product of 'up', which")
     assert receipt["up"].why.endswith("te fused: with norm 'norm'")
     assert receipt["shared"].mechanism == "frame"
     for layer in ("left", "right"):
@@ -216,7 +216,7 @@ ACTIVATIONS: dict[str, Any] = {
 def test_a_perceptron_is_fused_whole(hopper: ModuleType, name: str) -> None:
     model = converted(Block(act=ACTIVATIONS[name]))
     receipt = autoprec.receipt(model)
-    assert receipt["norm"].why.endswith("te fused: runs in the product of 'up' and 'down'")
+    assert receipt["norm"].why.startswith("te fused: runs in the product of 'up' and 'down', which")
     assert receipt["up"].why.endswith("te fused: with norm 'norm' and layer 'down'")
     assert receipt["down"].why.endswith("te fused: with norm 'norm' and layer 'up'")
     norms(hopper)
@@ -232,7 +232,7 @@ def test_a_perceptron_is_fused_whole(hopper: ModuleType, name: str) -> None:
 )
 def test_another_activation_leaves_the_second_layer_alone(hopper: ModuleType, act: Any) -> None:
     model = converted(Block(act=act))
-    assert autoprec.receipt(model)["norm"].why.endswith("te fused: runs in the product of 'up'")
+    assert autoprec.receipt(model)["norm"].why.startswith("te fused: runs in the product of 'up', which")
     assert "fused" not in autoprec.receipt(model)["down"].why
     norms(hopper)
     model(tokens(hopper)).sum().backward()
