@@ -51,8 +51,8 @@ def run(folder: Path, workers: int, trials: int, trial_s: float) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=24)
-    parser.add_argument("--trial-s", type=float, default=6.0)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--trial-s", type=float, default=15.0)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

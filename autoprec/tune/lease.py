@@ -8,6 +8,7 @@ process's.  The watcher's own clock says how long, so that hosts may disagree ab
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -31,13 +32,14 @@ _UNKNOWN = "unknown"
 _log = optuna.logging.get_logger("autoprec")
 
 
-def own_lease(beat: int = 0) -> dict[str, Any]:
-    """This process's."""
+def own_lease(beat: int = 0, heart: str = "") -> dict[str, Any]:
+    """This process's; ``heart`` names what renews it."""
     return {
         "host": socket.gethostname(),
         "place": _place(),
         "pid": os.getpid(),
         "started": _process_start(os.getpid()),
+        "heart": heart,
         "beat": beat,
     }
 
@@ -74,6 +76,7 @@ class Heart:
 
     def __init__(self, storage: BaseStorage, beat_s: float = BEAT_S) -> None:
         self._storage, self._beat_s = storage, beat_s
+        self._name = secrets.token_hex(4)
         self._beats: dict[int, int] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -88,11 +91,22 @@ class Heart:
         self._stop.set()
         self._thread.join(timeout=1)
 
-    def hold(self, trial_id: int) -> None:
-        """Take the lease of a trial, and renew it until :meth:`drop`."""
-        self._storage.set_trial_user_attr(trial_id, LEASE, own_lease())
+    def lease(self, beat: int = 0) -> dict[str, Any]:
+        """For a trial that this process makes, and then holds."""
+        return own_lease(beat, self._name)
+
+    def hold(self, trial_id: int, *, has_lease: bool = False) -> None:
+        """Renew the lease of a trial until :meth:`drop`; take it first, unless the trial was made with it."""
+        if not has_lease:
+            self._storage.set_trial_user_attr(trial_id, LEASE, self.lease())
         with self._lock:
             self._beats[trial_id] = 0
+
+    def disowns(self, trial: FrozenTrial) -> bool:
+        """Whether a trial has a lease from here and isn't held: made twice, or its end got lost with the storage."""
+        with self._lock:
+            is_held = trial._trial_id in self._beats
+        return not is_held and trial.user_attrs.get(LEASE, {}).get("heart") == self._name
 
     def drop(self, trial_id: int) -> None:
         with self._lock:
@@ -112,7 +126,7 @@ class Heart:
             self._beats[trial_id] += 1
             beat = self._beats[trial_id]
         try:
-            self._storage.set_trial_user_attr(trial_id, LEASE, own_lease(beat))
+            self._storage.set_trial_user_attr(trial_id, LEASE, self.lease(beat))
         except UpdateFinishedTrialError:
             self.drop(trial_id)
         except Exception as exc:  # the storage is away: whoever runs the trial says so

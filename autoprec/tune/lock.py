@@ -14,6 +14,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,8 @@ except ImportError:  # Windows
 
 #: Whether this system has such locks.  Without them :func:`device_lock` does nothing, and one worker is the limit.
 HAS_LOCKS = fcntl is not None
+
+_POLL_S = 0.05
 
 _held = threading.local()
 
@@ -93,6 +96,23 @@ def _identity(kind: str, index: int) -> str:
         if unique is not None:
             return str(unique)
     return str(index)
+
+
+@contextmanager
+def in_turn(name: str, longest_s: float) -> Iterator[None]:
+    """Let one process of this host at a time do something, as a courtesy: after ``longest_s`` nobody waits longer."""
+    held = None
+    deadline = time.monotonic() + longest_s
+    while HAS_LOCKS and held is None and time.monotonic() < deadline:
+        try:
+            held = hold(lock_folder() / f"{name}.lock", wait=False)
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        if held is not None:
+            drop(held)
 
 
 def hold(path: Path, *, shared: bool = False, wait: bool = True) -> int:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from autoprec.tune.lease import LEASE, Heart, Watch, worker_name
-from autoprec.tune.lock import HAS_LOCKS, drop, hold, lock_folder
+from autoprec.tune.lock import in_turn
 from autoprec.tune.patience import PatientStorage
 from autoprec.tune.reclaim import (
     EVALUATION,
@@ -108,12 +108,31 @@ class Turns:
 
     def _next(self) -> Trial | None:
         while self._has_work():
-            trial = self._study.ask()
-            reason = self._refusal(trial)
-            if reason is None:
-                return trial
-            self._withdraw(trial, reason)
+            trial_id = self._begin()
+            reason = self._refusal(trial_id)
+            if reason is not None:
+                self._withdraw(trial_id, reason)
+                continue
+            try:
+                return Trial(self._study, trial_id)  # asks the sampler
+            except BaseException as exc:
+                self._give_up(trial_id, type(exc).__name__, died=False)
+                raise
         return None
+
+    def _begin(self) -> int:
+        """Take a trial from the queue, or make one: as ``Study.ask``, but with a lease before the sampler is asked."""
+        study = self._study
+        study._thread_local.cached_all_trials = None
+        trial_id = study._pop_waiting_trial_id()
+        if trial_id is None:
+            template = create_trial(state=TrialState.RUNNING, user_attrs={LEASE: self._heart.lease()})
+            trial_id = study._storage.create_new_trial(study._study_id, template)
+            self._heart.hold(trial_id, has_lease=True)
+        else:
+            with suppress(UpdateFinishedTrialError):  # its lack of a lease was seen for too long
+                self._heart.hold(trial_id)
+        return trial_id
 
     def settle(self, trial: Trial, mix: Mapping[str, Any], *, is_repeat: bool = False) -> bool:
         """Say what the trial measures.
@@ -128,9 +147,10 @@ class Turns:
         """
         with self._choosing:
             self._study._storage.set_trial_user_attr(trial._trial_id, MIX, dict(mix))
-            if is_repeat or "fixed_params" in self._frozen(trial).system_attrs or not self._has_twin(trial, mix):
+            is_planned = "fixed_params" in self._frozen(trial._trial_id).system_attrs
+            if is_repeat or is_planned or not self._has_twin(trial, mix):
                 return True
-            self._withdraw(trial, "its mix is being measured")
+            self._withdraw(trial._trial_id, "its mix is being measured")
             return False
 
     def finish(self, trial: Trial, value: float | None = None, state: TrialState | None = None) -> bool:
@@ -139,7 +159,7 @@ class Turns:
         try:
             self._study.tell(trial, value, state)
         except (UpdateFinishedTrialError, ValueError):
-            if self._frozen(trial).state.is_finished():
+            if self._frozen(trial._trial_id).state.is_finished():
                 return False
             raise
         return True
@@ -147,34 +167,39 @@ class Turns:
     def give_up(self, trial: Trial, why: str, *, died: bool = True) -> None:
         """End a trial that wasn't measured, and enqueue its mix again; ``died`` counts against the mix."""
         self._choosing.close()
-        self._heart.drop(trial._trial_id)
-        give_up(self._study, self._frozen(trial), why, died=died)
+        self._give_up(trial._trial_id, why, died=died)
+
+    def _give_up(self, trial_id: int, why: str, *, died: bool) -> None:
+        self._heart.drop(trial_id)
+        give_up(self._study, self._frozen(trial_id), why, died=died)
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
-    def _frozen(self, trial: Trial | FrozenTrial) -> FrozenTrial:
-        return self._study._storage.get_trial(trial._trial_id)
+    def _frozen(self, trial_id: int) -> FrozenTrial:
+        return self._study._storage.get_trial(trial_id)
 
     def _has_work(self) -> bool:
         reclaim_stale_trials(self._study, self._watch)
+        for trial in self._trials():
+            if trial.state == TrialState.RUNNING and self._heart.disowns(trial):
+                give_up(self._study, trial, "its end was lost", died=False)
         trials = self._trials()
         taken = sum(has_ended(trial) or trial.state == TrialState.RUNNING for trial in trials)
         return taken < self._wanted or any(_is_retry(t) and t.state == TrialState.WAITING for t in trials)
 
-    def _refusal(self, trial: Trial) -> str | None:
-        """Why the trial must not be run; its lease is taken first."""
-        try:
-            self._heart.hold(trial._trial_id)
-        except UpdateFinishedTrialError:
+    def _refusal(self, trial_id: int) -> str | None:
+        """Why a trial must not be run."""
+        trials = self._trials()
+        own = next(trial for trial in trials if trial._trial_id == trial_id)
+        if own.state.is_finished():
             return "its process was taken for dead"
-        others = {other.number: other for other in self._trials()}
-        own = others.pop(trial.number)
-        for other in others.values():
+        others = [trial for trial in trials if trial is not own]
+        for other in others:
             reason = self._rivalry(own, other)
             if reason is not None:
                 return reason
-        return None if _is_retry(own) or self._has_place(own, others.values()) else _NO_PLACE
+        return None if _is_retry(own) or self._has_place(own, others) else _NO_PLACE
 
     def _has_twin(self, trial: Trial, mix: Mapping[str, Any]) -> bool:
         """Whether a running trial before this one measures the same."""
@@ -194,7 +219,7 @@ class Turns:
             return None
         if attempt_of(other) < attempt_of(own) and other.state in _OPEN:
             _end(self._study, other)
-            other = self._frozen(other)
+            other = self._frozen(other._trial_id)
         if has_ended(other):
             return f"trial {other.number} was measured"
         is_first = (attempt_of(own), -own.number) > (attempt_of(other), -other.number)
@@ -209,50 +234,31 @@ class Turns:
         )
         return before < self._wanted
 
-    def _withdraw(self, trial: Trial, reason: str) -> None:
-        self._heart.drop(trial._trial_id)
-        own = self._frozen(trial)
-        try:
-            self._study._storage.set_trial_user_attr(own._trial_id, WITHDRAWN, reason)
+    def _withdraw(self, trial_id: int, reason: str) -> None:
+        self._heart.drop(trial_id)
+        own = self._frozen(trial_id)
+        with suppress(UpdateFinishedTrialError):
+            self._study._storage.set_trial_user_attr(trial_id, WITHDRAWN, reason)
             if reason == _NO_PLACE and EVALUATION in own.user_attrs:
                 # somebody may want more trials later
                 attrs = {key: value for key, value in own.user_attrs.items() if key in (EVALUATION, "name")}
                 enqueue(self._study, planned(own), attrs, own.system_attrs)
-        except UpdateFinishedTrialError:
-            return
-        _end(self._study, own)
+            _end(self._study, own)
 
 
 def _is_retry(trial: FrozenTrial) -> bool:
     return attempt_of(trial) > 1
 
 
-def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
-    """Fail a trial; False where it had ended before."""
-    try:
+def _end(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Fail a trial, unless it has ended."""
+    with suppress(UpdateFinishedTrialError):
         study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-    except UpdateFinishedTrialError:
-        return False
-    return True
 
 
-@contextmanager
-def _turn_to_choose(study: optuna.Study) -> Iterator[None]:
-    """Let the workers of this host choose one after another: at the same time, they would choose the same.
-
-    Nothing depends on it, so that a process that stands still while it chooses is waited for no longer than others.
-    """
-    held = None
-    if HAS_LOCKS and isinstance(study._storage, PatientStorage):
-        name = hashlib.sha256(f"{study._storage.name} {study.study_name}".encode()).hexdigest()[:16]
-        deadline = time.monotonic() + _CHOOSING_S
-        while held is None and time.monotonic() < deadline:
-            try:
-                held = hold(lock_folder() / f"study-{name}.lock", wait=False)
-            except BlockingIOError:
-                time.sleep(_POLL_S)
-    try:
-        yield
-    finally:
-        if held is not None:
-            drop(held)
+def _turn_to_choose(study: optuna.Study) -> AbstractContextManager[None]:
+    """Let the workers of this host choose one after another: at the same time, they would choose the same."""
+    if not isinstance(study._storage, PatientStorage):
+        return nullcontext()
+    name = hashlib.sha256(f"{study._storage.name} {study.study_name}".encode()).hexdigest()[:16]
+    return in_turn(f"study-{name}", _CHOOSING_S)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from autoprec.errors import UsageError
-from autoprec.tune.lock import HAS_LOCKS, device_lock, drop, hold, lock_path
+from autoprec.tune.lock import HAS_LOCKS, device_lock, drop, hold, in_turn, lock_path
 
 pytestmark = pytest.mark.skipif(not HAS_LOCKS, reason="no file locks here")
 
@@ -119,3 +119,32 @@ def test_a_link_is_not_followed(tmp_path):
 def test_the_folder_is_everybodys():
     with device_lock("cpu"):
         assert lock_path("cpu").parent.stat().st_mode & 0o7777 == 0o1777
+
+
+def test_a_courtesy_ends():
+    entered = threading.Event()
+
+    def enter():
+        with in_turn("study", 0.1):
+            entered.set()
+
+    with in_turn("study", 20):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert entered.wait(20)
+        thread.join()
+
+
+def test_a_turn_is_waited_for():
+    entered = threading.Event()
+
+    def enter():
+        with in_turn("study", 20):
+            entered.set()
+
+    with in_turn("study", 20):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(20)
+    thread.join()

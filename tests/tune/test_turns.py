@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 
@@ -5,7 +6,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autoprec.tune import turns as turns_module
+from autoprec.tune import lock
 from autoprec.tune.lease import LEASE, own_lease
 from autoprec.tune.lock import hold
 from autoprec.tune.reclaim import ATTEMPT, DEATHS, EVALUATION, MAX_DEATHS, WITHDRAWN, enqueue, evaluation_of, has_ended
@@ -72,8 +73,8 @@ def test_of_a_baseline_that_two_planned_at_the_same_time_one_is_run(study):
 def test_of_two_that_ask_for_the_last_place_the_first_gets_it(study):
     with Turns(study, 1) as turns:
         first, second = study.ask(), study.ask()
-        assert turns._refusal(second) == "all wanted trials are taken"
-        assert turns._refusal(first) is None
+        assert turns._refusal(second._trial_id) == "all wanted trials are taken"
+        assert turns._refusal(first._trial_id) is None
 
 
 def test_a_planned_trial_that_has_no_place_stays_planned(study):
@@ -81,8 +82,8 @@ def test_a_planned_trial_that_has_no_place_stays_planned(study):
         turns.plan("a", {"g": "bf16"}, {"name": "bf16"})
         turns.plan("b", {"g": "fp8"}, {"name": "fp8"})
         _take(turns)
-        trial = study.ask()
-        turns._withdraw(trial, turns._refusal(trial))
+        trial_id = study.ask()._trial_id
+        turns._withdraw(trial_id, turns._refusal(trial_id))
         assert _take(turns) is None
     assert _states(study) == ["RUNNING", "FAIL", "WAITING"]
     assert evaluation_of(study.trials[2]) == "b"
@@ -186,7 +187,7 @@ def test_a_choice_that_fails_lets_others_choose(study, monkeypatch):
     with Turns(study, 5) as turns:
         turns.give_up(turns.take(), "KeyboardInterrupt", died=False)
         tries = []
-        monkeypatch.setattr(turns_module, "hold", lambda *args, **options: tries.append(1) or hold(*args, **options))
+        monkeypatch.setattr(lock, "hold", lambda *args, **options: tries.append(1) or hold(*args, **options))
         assert _take(Turns(study, 5)) is not None
     assert tries == [1]
 
@@ -209,3 +210,43 @@ def test_a_trial_that_another_process_ended_is_not_recorded(study):
         assert not turns.finish(trial, 1.0)
         with pytest.raises(ValueError):
             turns.finish(_take(turns), None, TrialState.COMPLETE)
+
+
+def test_a_trial_has_its_lease_before_the_sampler_is_asked(study):
+    class Sampler(optuna.samplers.RandomSampler):
+        def before_trial(self, study, trial):
+            seen.append(trial.user_attrs[LEASE]["pid"])
+
+    seen = []
+    study.sampler = Sampler(seed=0)
+    with Turns(study, 2) as turns:
+        turns.plan("a", {"g": "bf16"}, {"name": "bf16"})
+        _take(turns)
+        _take(turns)
+    assert seen == [os.getpid()] * 2
+
+
+def test_a_sampler_that_fails_leaves_no_trial_running(study):
+    class Sampler(optuna.samplers.RandomSampler):
+        def before_trial(self, study, trial):
+            raise KeyboardInterrupt
+
+    study.sampler = Sampler(seed=0)
+    with Turns(study, 2) as turns, pytest.raises(KeyboardInterrupt):
+        turns.take()
+    assert _states(study) == ["FAIL"]
+
+
+def test_a_trial_that_was_made_twice_is_ended(study, monkeypatch):
+    create = study._storage.create_new_trial
+
+    def twice(*arguments):
+        monkeypatch.undo()
+        create(*arguments)  # its answer is lost
+        return create(*arguments)
+
+    with Turns(study, 1) as turns:
+        monkeypatch.setattr(study._storage, "create_new_trial", twice)
+        assert turns.finish(_take(turns), 1.0)
+        assert turns.running_elsewhere() == []
+    assert _states(study) == ["FAIL", "FAIL", "COMPLETE"]
