@@ -15,6 +15,7 @@ from autoprec.cli.inspect import inspect
 from autoprec.cli.memory import memory
 from autoprec.cli.plan import plan
 from autoprec.cli.recommend import recommend
+from autoprec.cli.report import report
 from autoprec.cli.rules import rules_app
 from autoprec.cli.solve import solve
 from autoprec.cli.targets import targets
@@ -50,6 +51,7 @@ command(app, example="autoprec env")(env)
 command(app, example="autoprec inspect mytask.py:task --explain blocks.0.attn::softmax")(inspect)
 command(app, example="autoprec plan mytask.py:task --target h100 -o plan.json")(plan)
 command(app, example="autoprec tune mytask.py:task --trials 50 --max-loss-increase 0.5%")(tune)
+command(app, example="autoprec report gpt")(report)
 command(app, example="autoprec solve runs/gpt/problem.json --budget 0.5")(solve)
 command(app, example="autoprec convert mytask.py:task --plan plan.json -o model.safetensors")(convert)
 command(app, example="autoprec check mytask.py:task --plan plan.json")(check)

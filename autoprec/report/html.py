@@ -9,6 +9,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from autoprec.report.chart import HEIGHT, WIDTH, curves_chart, front_chart
 from autoprec.report.data import ReportData
 from autoprec.report.read import read_result
+from autoprec.report.scatter import gap_scatter, speed_scatter
+from autoprec.report.timeline import timeline
 
 
 def render_report(result: dict[str, Any], receipt: dict[str, Any] | None = None, command: str = "") -> str:
@@ -31,6 +33,9 @@ def render(data: ReportData) -> str:
         data=data,
         front=front_chart(data.trials, data.budget_pct),
         curves=curves_chart(data.curves),
+        speeds=speed_scatter(data.trials),
+        gaps=gap_scatter(data.trials, data.budget_pct),
+        line=timeline(data.trials),
         size={"width": WIDTH, "height": HEIGHT},
     )
 

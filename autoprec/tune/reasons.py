@@ -92,7 +92,7 @@ def _for_saving(format_name: str, swaps: Sequence[Swap], chosen: Chosen, budget:
         back = next((swap for swap in swaps if swap.format == "fp32" and swap.saving < -swap.saving_noise), None)
         sentence = f"No other format is {thing} here by more than the noise."
         if back is not None:
-            harm = f"win back {percent(-back.harm)} of loss" if back.harm < -back.harm_noise else "change no loss"
+            harm = f"win back {percent(-back.harm)} of loss" if back.harm < -back.harm_noise else "win back no loss"
             sentence += f" fp32 would give up {percent(-back.saving)} of {_whole(chosen)} and {harm}."
         return Reason(limit="none better", sentence=sentence)
     swap = min(better, key=lambda swap: (max(swap.harm, 0.0), -swap.saving))

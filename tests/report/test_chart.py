@@ -51,6 +51,13 @@ def test_an_interval_far_beyond_all_readings_ends_at_the_edge(data):
     assert chart.marks[1].x_high == RIGHT
 
 
+def test_a_gap_that_would_press_all_others_together_is_left_out_and_counted(data):
+    far = replace(data.trials[3], loss_gap_pct=Interval(value=40.0))
+    chart = front_chart((*data.trials[:3], far), 0.5)
+    assert (len(chart.marks), chart.num_beyond) == (3, 1)
+    assert chart.y_axis.high < 2
+
+
 def test_only_complete_trials_have_a_place(data):
     stopped = replace(data.trials[3], outcome="stopped", note="stopped after 5 steps")
     assert [mark.trial.number for mark in front_chart((data.trials[0], stopped), 0.5).marks] == [0]

@@ -3,70 +3,10 @@ from dataclasses import asdict
 
 import pytest
 
-from autoprec.measure import Environment, Measurement
 from autoprec.report import render_report
-from autoprec.report.read import command_line, describe_mix, read_result
-
-
-def measured(value: float, unit: str = "x") -> Measurement:
-    return Measurement(
-        value=value, low=value - 0.01, high=value + 0.01, rounds=9, unit=unit, device="a CPU", date="today"
-    )
-
-
-@pytest.fixture
-def result(tmp_path) -> dict:
-    """A study's JSON as the tuner's own types write it."""
-    from autoprec.plan import Formats, Plan, PlanRule
-    from autoprec.tune.result import Confirmation, TrialRow, TuneResult
-
-    def trial(number: int, name: str, formats: dict, speed: float | None, gap: float, **rest) -> TrialRow:
-        return TrialRow(
-            number=number,
-            name=name,
-            plan_sha256=f"{name}{number}",
-            formats=formats,
-            loss_gap=gap,
-            speedup=None if speed is None else measured(speed),
-            losses=(3.0, 2.0, None, 1.5),
-            **rest,
-        )
-
-    trials = (
-        trial(0, "fp32", {"a": "fp32"}, 1.0, 0.0),
-        trial(1, "bf16", {"a": "bf16"}, 1.4, 0.004, low_share=1.0),
-        trial(2, "search", {"a": "bf16", "b": "fp32", "c": "bf16"}, 1.5, 0.001, low_share=0.9),
-        trial(3, "search", {"a": "fp16"}, 0.5, 0.03, state="stopped", note="too slow"),
-        trial(4, "search", {"a": "fp16"}, None, 0.05, state="diverged", note="the loss is not finite"),
-        trial(5, "search", {"a": "bf16", "b": "fp32", "c": "fp32"}, 1.2, 0.002),
-    )
-    refused = Confirmation(
-        plan_sha256="search5", name="search", loss_gap=None, gaps=(None, 0.1), speedup=measured(1.1),
-        control=measured(1.0), candidate_s=0.1, baseline_s=0.11,
-        holds_loss=False, accepted=False, why="the loss diverged",
-    )  # fmt: skip
-    accepted = Confirmation(
-        plan_sha256="search2", name="search", loss_gap=measured(0.0012, "relative"), gaps=(0.001, 0.0014),
-        speedup=measured(1.49), control=measured(1.0), candidate_s=0.1, baseline_s=0.15,
-        holds_loss=True, accepted=True, why="",
-    )  # fmt: skip
-    environment = Environment(
-        device="a CPU",
-        device_kind="cpu",
-        cpu="a CPU",
-        cores=2,
-        threads=2,
-        torch="2.13.0",
-        python="3.11",
-        system="Linux",
-    )
-    plan = Plan(rules=(PlanRule(match=("*::linear",), formats=Formats.all("bf16")),))
-    return TuneResult(
-        study="s", task="my tasks/t.py:task", plan=plan, verdict="1.49 times as fast", winner="search2", trials=trials,
-        confirmations=(refused, accepted), receipt=None, reference=(3.0, 2.0, 1.8, 1.5), warm_up=(5.0, 3.0),
-        noise={"loss_gap": 0.0004, "seeds": [1], "steps": 20}, budget=0.005, groups=(), environment=environment,
-        settings={"target": "auto", "trials": 6, "seed": 3, "keep": ["head=fp32"], "timeout": None}, folder=tmp_path,
-    ).to_json()  # fmt: skip
+from autoprec.report.command import command_line
+from autoprec.report.mix import describe_mix
+from autoprec.report.read import read_result
 
 
 def test_a_study_as_the_tuner_writes_it_is_read(result):
@@ -76,7 +16,9 @@ def test_a_study_as_the_tuner_writes_it_is_read(result):
     assert data.trials[2].loss_gap_pct.value == pytest.approx(0.1)
     assert data.trials[2].mix == "bf16; b: fp32"
     facts = dict(data.facts)
-    assert facts["speed"] == "1.49× (1.48 to 1.50) fp32's"
+    assert [item.figure for item in data.headlines] == ["bf16; b: fp32", "1.49×", "+0.120%"]
+    assert data.is_measured
+    assert data.kind == "measured on this device"
     assert facts["trials"] == "6 (4 complete, 1 stopped, 1 diverged)"
 
 
@@ -112,7 +54,7 @@ def test_the_receipts_rows_are_the_sites(result):
 def test_no_gain_is_a_verdict_too(result):
     data = read_result({**result, "winner": None, "outcome": "no_gain", "verdict": "stay in fp32"})
     assert "winner" not in {row.role for row in data.trials}
-    assert "speed" not in dict(data.facts)
+    assert [item.figure for item in data.headlines] == ["fp32", "1.50×"]
     assert "stay in fp32" in render_report({**result, "winner": None, "verdict": "stay in fp32"})
 
 
@@ -136,3 +78,86 @@ def test_the_command_is_one_that_a_shell_takes(result):
 )
 def test_a_mix_in_words(formats, words):
     assert describe_mix(formats) == words
+
+
+ESTIMATE = {"kind": "estimated", "value": 1.5, "unit": "x", "target": "h100", "parts": {}, "assumptions": []}
+
+
+def test_an_estimated_speed_stays_an_estimate(result):
+    trials = [{**row, "speedup": row["speedup"] and ESTIMATE, "control": None} for row in result["trials"]]
+    confirmations = [{**row, "speedup": ESTIMATE, "control": None} for row in result["confirmations"]]
+    evidence = {"kind": "estimated", "throughput": {"kind": "estimated", "unit": "t/s", "value": 3, "baseline": 2}}
+    elsewhere = {**result, "trials": trials, "confirmations": confirmations, "evidence": evidence}
+    elsewhere["settings"] = {**result["settings"], "target": "h100"}
+    data = read_result(elsewhere)
+    assert not data.is_measured
+    assert data.trials[1].speedup.shown(2, "×") == "1.50× (estimated)"
+    assert data.confirmations[1].control is None
+    speed = data.headlines[1]
+    assert (speed.figure, speed.detail) == ("1.50× (estimated)", "estimated for h100, unconfirmed there")
+    assert dict(data.facts)["throughput"].endswith("(estimated)")
+
+
+def test_one_estimate_among_measurements_is_enough_for_an_estimated_report(result):
+    mixed = [*result["trials"][:-1], {**result["trials"][-1], "speedup": ESTIMATE}]
+    assert not read_result({**result, "trials": mixed}).is_measured
+
+
+def test_a_gaps_interval_is_the_tasks_noise(result):
+    rows = read_result(result).trials
+    assert rows[0].loss_gap_pct.half is None  # the reference is itself
+    assert rows[1].loss_gap_pct.half == pytest.approx(100 * 1.96 * 0.0004)
+    assert rows[3].loss_gap_pct.half is None  # stopped after fewer steps
+
+
+def test_a_repeat_has_no_curve_for_it_saw_other_batches(result):
+    again = {**result["trials"][2], "number": 6, "origin": "repeat"}
+    curves = read_result({**result, "trials": [*result["trials"], again]}).curves
+    assert [curve.label for curve in curves] == ["fp32", "bf16", "bf16; b: fp32 (chosen)"]
+
+
+def test_settings_of_scaler_and_recipe_in_words(result):
+    scaler = {"init_scale": 65536.0, "growth_interval": 20, "enabled": True}
+    trial = {**result["trials"][5], "scaler": scaler, "recipe": {"fp8": {"amax_history": 16}}, "num_skipped": 3}
+    row = read_result({**result, "trials": [trial]}).trials[0]
+    assert row.settings == "init scale 65536, growth interval 20, amax history 16"
+    assert row.num_skipped == 3
+
+
+def test_a_run_from_fresh_weights_is_said(result):
+    run = {"gap": 0.0005, "chaos": 0.0002, "steps": 300}
+    confirmations = [result["confirmations"][0], {**result["confirmations"][1], "from_scratch": run}]
+    data = read_result({**result, "confirmations": confirmations})
+    assert data.confirmations[1].from_scratch == "+0.050% over 300 steps; chance alone 0.020%"
+    assert [row.is_chosen for row in data.confirmations] == [False, True]
+
+
+def test_an_older_result_shows_what_is_there(result):
+    new = ("explanations", "problem", "method", "objective", "isolation", "overhead_s")
+    of_trials = ("origin", "worker", "started", "ended", "predicted_speedup", "predicted_gap", "recipe", "memory_bytes")
+    older = {key: value for key, value in result.items() if key not in new}
+    older["trials"] = [{k: v for k, v in row.items() if k not in of_trials} for row in result["trials"]]
+    data = read_result(older)
+    assert (data.groups, data.formats) == ((), ())
+    assert data.trials[2].predicted == ""
+    assert "This result holds no explanations" in render_report(older)
+
+
+def test_how_it_was_found(result):
+    settings = {**result["settings"], "seconds": 1000.0, "pricing_notes": ["head was left out"]}
+    found = {**result, "overhead_s": {"space": 20.0, "scores": 10.0}, "isolation": "process", "settings": settings}
+    found["objective"] = {"kind": "loss", "min_speedup": 1.5}
+    data = read_result(found)
+    method = dict(data.method)
+    assert method["objective"] == "loss, at 1.5 times fp32's speed or more"
+    assert method["neither training nor timing"] == "3.0% of it: space 20 s, scores 10 s"
+    assert method["took"] == "16.7 min"
+    assert data.notes == ("head was left out",)
+
+
+def test_the_command_has_the_options_that_differ_from_their_defaults():
+    settings = {"method": "loop", "objective": "loss", "min_speedup": 1.5, "workers": 4, "trial_timeout": 90.0}
+    assert command_line("gpt", settings) == (
+        "autoprec tune gpt --objective loss --min-speedup 1.5 --workers 4 --trial-timeout 90"
+    )
+    assert command_line("gpt", {"workers": 1, "objective": "speed"}) == "autoprec tune gpt"
