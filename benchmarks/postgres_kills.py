@@ -117,7 +117,7 @@ def _has_account(name: str) -> bool:
 
 
 def run(
-    server: Server,
+    server: Server | None,
     settings: simulated.Settings,
     *,
     workers: int,
@@ -128,7 +128,7 @@ def run(
     """One study with so many workers; what became of it.
 
     Args:
-        server: started.
+        server: started; None where the storage has none.
         settings: of the workers; each gets a seed of its own.
         workers: processes.
         kill_every_s: mean seconds between two kills; None for none.
@@ -149,7 +149,7 @@ def run(
     while any(process.is_alive() for process in processes) or any(process.exitcode for process in processes):
         time.sleep(0.2)
         ended = simulated.num_ended(study)
-        if restart_at is not None and not restarts and ended >= restart_at:
+        if server is not None and restart_at is not None and not restarts and ended >= restart_at:
             server.stop("immediate")
             time.sleep(3)
             server.start()
