@@ -136,7 +136,7 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> Table:
 def _cell(cell: Cell | None) -> Text:
     if cell is None:
         return Text("")
-    after = [cell.saving.spread(1, "%") if cell.saving else "", cell.harm.spread(3, "%", sign="+") if cell.harm else ""]
+    after = [cell.saves.removeprefix("saves "), cell.harm.spread(3, "%", sign="+") if cell.harm else ""]
     text = "\n".join(filter(None, after)) or (f"({cell.predicted})" if cell.predicted else cell.note)
     over = "\nover the budget" if cell.heat == "over" else ""
     return Text(f"{'* ' if cell.is_chosen else ''}{text}{over}", style="bold" if cell.is_chosen else "")

@@ -56,7 +56,7 @@ def limit_headline(explanations: Sequence[Mapping[str, Any]]) -> Headline | None
             count[entry["limit"]] += 1
     if not total:
         detail = "no group has another format that is better beyond the noise"
-        return Headline(name="held back by", figure="the formats here", detail=detail)
+        return Headline(name="held back by", figure="no faster format", detail=detail)
     limit = max(total, key=lambda name: total[name])
     figure, why = _LIMITS[limit]
     kind = ", estimated" if any(entry["kind"] == "estimated" for entry in explanations) else ""

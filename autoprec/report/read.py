@@ -28,6 +28,8 @@ def read_result(result: Mapping[str, Any], receipt: Mapping[str, Any] | None = N
     """
     noise = result["noise"].get("loss_gap")
     trials = _mark_front([_trial(row, result["winner"], noise) for row in result["trials"]])
+    if (result.get("objective") or {}).get("kind") != "memory":  # it says little then, and takes a column
+        trials = [replace(trial, memory_mib=None) for trial in trials]
     mix_of = {row["plan_sha256"]: trial.mix for row, trial in zip(result["trials"], trials, strict=True)}
     confirmations = tuple(_confirmation(row, mix_of, result["winner"]) for row in result["confirmations"])
     explanations = result.get("explanations") or ()

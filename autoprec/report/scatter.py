@@ -46,7 +46,7 @@ def speed_scatter(trials: Sequence[TrialRow]) -> ScatterChart | None:
     kind = "estimated" if any(measured.is_estimated for _, _, measured in pairs) else "measured"
     labels = ("speed predicted, times fp32", f"speed {kind}")
     highest = 1.3 * max(max(predicted, measured.value) for _, predicted, measured in pairs)
-    return _chart(pairs, labels, f"{100 * miss:.2g}%", highest, 0)
+    return _chart(pairs, labels, f"{max(100 * miss, 0.1):.1f}%", highest, 0)
 
 
 def gap_scatter(trials: Sequence[TrialRow], budget_pct: float | None) -> ScatterChart | None:
@@ -62,7 +62,7 @@ def gap_scatter(trials: Sequence[TrialRow], budget_pct: float | None) -> Scatter
         return None
     miss = median(abs(measured.value - predicted) for _, predicted, measured in near)
     labels = ("loss gap predicted, %", "loss gap measured, %")
-    return _chart(near, labels, f"{miss:.2g}% of the loss", highest, len(pairs) - len(near))
+    return _chart(near, labels, f"{max(miss, 0.001):.3f}% of the loss", highest, len(pairs) - len(near))
 
 
 def _told(trials: Sequence[TrialRow]) -> list[TrialRow]:

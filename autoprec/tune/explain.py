@@ -150,7 +150,7 @@ class _Fitted:
         }
 
     def _left_out(self, group: Group, option: Option) -> dict[str, Any]:
-        note = "left out before the trials: another format costs no more and harms no more"
+        note = "left out: another format costs and harms no more"
         predicted = {**self._saving(group, option), "harm": None}
         is_chosen = option.format == self.mix[group.name]
         return {

@@ -82,3 +82,8 @@ def test_what_is_saved_is_named(explanations):
     assert saved_thing(explanations) == "the fp32 step's time"
     assert saved_thing([{**explanations[0], "kind": "estimated"}]).endswith("estimated")
     assert "memory" in saved_thing([{**explanations[0], "of": "memory"}])
+
+
+def test_a_loss_of_time_is_no_saving_with_a_minus():
+    (slower,) = read_groups([entry("a", [option("bf16", chosen=True, saving=-0.03, sd=0.002)])], BUDGET)[1]
+    assert slower.cells[0].saves == "takes 3.0 ± 0.4% more"

@@ -24,7 +24,7 @@ def test_one_scale_makes_agreement_a_diagonal(data):
 
 
 def test_how_far_half_of_them_are_off(data):
-    assert gap_scatter(data.trials, 0.5).miss == "0.02% of the loss"
+    assert gap_scatter(data.trials, 0.5).miss == "0.020% of the loss"
     assert speed_scatter(data.trials[:2]).miss == "2.7%"  # 1.45 where 1.49 was predicted
 
 
