@@ -25,6 +25,7 @@ from autoprec.tune.result import TuneResult
 from autoprec.tune.row import TrialRow
 from autoprec.tune.sampler import plan_sampler
 from autoprec.tune.space import Space
+from autoprec.tune.speed import say_times
 from autoprec.tune.verdict import make_evidence, say_faster, say_no_gain
 from autoprec.tune.worker import WorkerBench
 
@@ -95,7 +96,7 @@ class Answer:
             message = f"confirming trial {row.number} on fresh data"
             if confirmation is not None:
                 num_ended += 1
-                message = f"trial {row.number} again: {confirmation.speedup.value:.2f}x fp32; {confirmation.why}"
+                message = f"trial {row.number} again: {say_times(confirmation.speedup)}x fp32; {confirmation.why}"
             self.progress(Progress(stage="confirm", done=num_ended, total=None, message=message))
 
         return confirmer.choose(candidates, baseline, lambda row: plan_of(prepared.space, row), on_attempt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,9 +22,10 @@ from autoprec.tune.outcome import Effort
 from autoprec.tune.posing import pose_problem
 from autoprec.tune.prepare import make_space, study_identity, task_identity
 from autoprec.tune.progress import OnProgress, Progress, Stage
+from autoprec.tune.ranks import RanksBench, is_distributed
 from autoprec.tune.request import Request
 from autoprec.tune.space import Space
-from autoprec.tune.storage import open_study
+from autoprec.tune.storage import check_identity, known_identity, open_study
 from autoprec.tune.warmup import MIN_STEPS, obtain_checkpoint
 from autoprec.tune.worker import WorkerBench
 
@@ -61,7 +62,7 @@ class Prepared:
     @property
     def isolation(self) -> str:
         """Where trials run."""
-        return self.bench.isolation if isinstance(self.bench, WorkerBench) else "none: asked for"
+        return self.bench.isolation if isinstance(self.bench, WorkerBench | RanksBench) else "none: asked for"
 
 
 @contextmanager
@@ -84,11 +85,10 @@ def prepare(request: Request, storage: BaseStorage, progress: OnProgress) -> Ite
     preparation = _Preparation(request, storage, progress)
     with claim(storage, request.name, "prepare", on_wait=on_wait):
         prepared = preparation.run()
-    try:
+    with ExitStack() as stack:
+        if isinstance(prepared.bench, WorkerBench | RanksBench):
+            stack.enter_context(prepared.bench)
         yield prepared
-    finally:
-        if isinstance(prepared.bench, WorkerBench):
-            prepared.bench.close()
 
 
 class _Preparation:
@@ -99,6 +99,9 @@ class _Preparation:
     def run(self) -> Prepared:
         request, place = self.request, self.request.place
         identity = task_identity(request.task, request.seed)
+        known = known_identity(self.storage, request.name)
+        if known is not None:
+            check_identity(request.name, known, identity)  # before a checkpoint is trained for another's study
         is_here = request.task.checkpoint is not None or load_checkpoint(request.folder) is not None
         require_checkpoint(self.storage, request.name, request.folder, is_here=is_here)
         checkpoint = self._checkpoint(identity)
@@ -159,6 +162,8 @@ class _Preparation:
 
     def _isolated(self, bench: Bench) -> Bench | WorkerBench:
         request = self.request
+        if is_distributed():
+            return RanksBench(bench)
         if not request.isolate:
             return bench
         return WorkerBench(bench, spec=request.task_name, trial_timeout=request.trial_timeout)

@@ -18,6 +18,7 @@ from autoprec.tune.methods import check_method
 from autoprec.tune.objective import Kind, Objective
 from autoprec.tune.prepare import Place, find_place
 from autoprec.tune.storage import without_password
+from autoprec.tune.team import is_distributed
 
 #: Trials of a study that is given neither a number nor a time.
 DEFAULT_TRIALS = 50
@@ -129,6 +130,8 @@ def make_request(
         raise UsageError(
             f"max_loss_increase is {max_loss_increase}; allowed: above 0 and below 1, such as 0.005 for 0.5%"
         )
+    if workers > 1 and is_distributed():
+        raise UsageError(f"workers is {workers} under torchrun, where each trial spans the ranks; allowed there: 1")
     check_method(method)
     wanted = Objective(kind=objective, budget=max_loss_increase, min_speedup=min_speedup)
     loaded = load_task(task)

@@ -5,7 +5,7 @@ The shape of ``result.json`` (:meth:`TuneResult.to_json`), which reports read::
     schema_version   1
     study, task      names
     verdict          the answer in words
-    outcome          "faster" | "no_gain"
+    outcome          "faster" | "estimated_faster" | "no_gain"
     budget           largest allowed loss gap, relative
     winner           plan_sha256 of the trial that the plan comes from, or null for fp32
     method           how mixes were proposed
@@ -99,14 +99,21 @@ class TuneResult:
         """Whether the plan beats fp32 beyond the noise."""
         return self.winner is not None
 
+    @property
+    def outcome(self) -> str:
+        """``faster``, ``no_gain``, or ``estimated_faster`` where the target isn't here."""
+        if not self.is_faster:
+            return "no_gain"
+        return "estimated_faster" if self.plan.evidence.get("kind") == "estimated" else "faster"
+
     def to_json(self) -> dict[str, Any]:
-        confirmed = {c.plan_sha256 for c in self.confirmations if c.accepted}
+        confirmed = {c.plan_sha256 for c in self.confirmations if c.accepted and c.is_measured}
         return {
             "schema_version": SCHEMA_VERSION,
             "study": self.study,
             "task": self.task,
             "verdict": self.verdict,
-            "outcome": "faster" if self.is_faster else "no_gain",
+            "outcome": self.outcome,
             "budget": self.budget,
             "winner": self.winner,
             "plan": self.plan.to_json(),

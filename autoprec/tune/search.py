@@ -25,6 +25,7 @@ from autoprec.tune.methods import trials_of
 from autoprec.tune.objective import Kind
 from autoprec.tune.prepared import Prepared, prepare
 from autoprec.tune.progress import OnProgress, Progress, silent
+from autoprec.tune.ranks import RanksBench, follow, is_distributed, is_leader
 from autoprec.tune.request import Request, make_request
 from autoprec.tune.result import TuneResult
 from autoprec.tune.row import TrialRow
@@ -76,7 +77,8 @@ def tune(
         objective: ``speed``: the fastest mix; ``loss``: the lowest loss gap at ``min_speedup``; ``memory``: the
             smallest; ``front``: all of the best.
         min_speedup: against fp32, for the objective ``loss``.
-        workers: processes that run trials here; the same call on other hosts joins in.
+        workers: processes that run trials here; the same call on other hosts joins in.  Under ``torchrun`` a trial
+            spans the ranks instead: all of them make this call, and get its result.
         trial_timeout: seconds after which a trial counts as hung; None takes many times what fp32's steps take.
         isolate: run trials in a process of their own, so that one that crashes or hangs ends nothing else.
 
@@ -108,6 +110,8 @@ def tune(
     )
     run = _Run(request, progress or silent)
     with own_random_state(request.place.device):
+        if is_distributed() and not is_leader():
+            return follow(request.task, request.place.device)
         return run.whole()
 
 
@@ -137,7 +141,10 @@ class _Run:
                 rows = self._trials(prepared)
             with claim(storage, request.name, "confirm", on_wait=self._on_wait):
                 answer = Answer(request=request, prepared=prepared, rows=rows, progress=self.progress)
-                return answer.find()
+                result = answer.find()
+            if isinstance(prepared.bench, RanksBench):
+                prepared.bench.close(result)
+            return result
 
     def trials_only(self) -> None:
         """Find what another process prepared, and run trials."""
