@@ -141,7 +141,7 @@ class PlanSampler(BaseSampler):
             best_setting(self._encoding, trials, param_name, 2 * self._noise),
             self._defaults.get(param_name),
         ):
-            if value is not None and param_distribution._contains(param_distribution.to_internal_repr(value)):
+            if value is not None and _holds(param_distribution, value):
                 return value
         sampler = optuna.samplers.RandomSampler(seed=self._seed + trial.number)
         return sampler.sample_independent(study, trial, param_name, param_distribution)
@@ -271,6 +271,13 @@ class PlanSampler(BaseSampler):
         expected = {number: float(beliefs.gap[k]) - self._budget for number, k in history.number.items()}
         found = propose_settings(self._encoding, history, row, trials, expected, self._seed + turn)
         return None if found is None else {MIX: history.mixes[row].tolist(), ORIGIN: SEARCH, SETTINGS: found}
+
+
+def _holds(distribution: BaseDistribution, value: Any) -> bool:
+    try:
+        return distribution._contains(distribution.to_internal_repr(value))
+    except ValueError:  # what a categorical one says of any other value
+        return False
 
 
 def _predict(models: tuple[Model, Model], mixes: np.ndarray) -> Beliefs:

@@ -319,3 +319,10 @@ def test_a_repeat_has_the_settings_of_what_it_repeats():
     repeats = [k for k, origin in enumerate(origins(study)) if origin == "repeat"]
     assert repeats
     assert all(plans[k] in plans[:k] for k in repeats)
+
+
+def test_a_default_that_is_no_choice_is_not_taken():
+    table = Table(2, 0)
+    study = new_study(table, PlanSampler(*table.prior, BUDGET, defaults={"scaler.init_scale": 3.0}))
+    trial, _ = ask(table, study)
+    assert trial.suggest_categorical("scaler.init_scale", [32.0, 64.0]) in (32.0, 64.0)
