@@ -7,7 +7,8 @@ mixes then train from it on the same batches as fp32, in emulated formats.  The 
 the training loss over all steps and data seeds, as a share of fp32's.
 
 Beside the sum of harms: sums of each of its parts, of the gradient error of one site at a time, and the rank
-correlation of the gap on one data seed with the gap on another, above which no estimate can be expected.
+correlation of the gap on one data seed with the gap on another, which says how much of one seed's gap is chance.
+Seconds are of the wall clock, whatever else the machine does.
 
 Writes ``benchmarks/results/scores.json``.
 """
