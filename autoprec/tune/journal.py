@@ -57,7 +57,8 @@ class _Backend(JournalFileBackend):
         try:
             with Path(self._file_path).open("r+b", buffering=0) as file:
                 end = _end_of_last_line(file)
-                file.truncate(end)
+                if end < file.seek(0, os.SEEK_END):
+                    file.truncate(end)
                 file.seek(end)
                 try:
                     _write(file, text.encode())
@@ -78,8 +79,10 @@ def _write(file: Any, data: bytes) -> None:
 def _end_of_last_line(file: BinaryIO) -> int:
     """Bytes up to and with the last line end."""
     end = file.seek(0, os.SEEK_END)
+    block = 1  # the last byte is one, unless a process was killed in a write
     while end > 0:
-        start = max(0, end - _BLOCK_BYTES)
+        start = max(0, end - block)
+        block = _BLOCK_BYTES
         file.seek(start)
         found = file.read(end - start).rfind(b"\n")
         if found >= 0:

@@ -11,9 +11,9 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autoprec.tune.lease import LEASE, Watch, own_lease
+from autoprec.tune.lease import Watch
 
 #: User attributes.  What the attempts of one evaluation have in common; which of them this is; in how many of the
 #: earlier ones the process died; why a failed trial is the end of its evaluation; why it wasn't run; its mix.
@@ -52,11 +52,6 @@ def enqueue(study: optuna.Study, params: dict[str, Any], attrs: dict[str, Any], 
     kept = {key: value for key, value in system.items() if key.startswith(_PREFIX)}
     template = create_trial(state=TrialState.WAITING, user_attrs=attrs, system_attrs={"fixed_params": params, **kept})
     study.add_trial(template)
-
-
-def take_lease(trial: Trial) -> None:
-    """Say who runs the trial, so that others can see whether it still does."""
-    trial.set_user_attr(LEASE, own_lease())
 
 
 def reclaim_stale_trials(study: optuna.Study, watch: Watch | None = None) -> int:

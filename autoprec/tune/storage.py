@@ -22,21 +22,8 @@ from optuna.storages import BaseStorage
 
 from autoprec.errors import MissingExtraError, StudyError, UsageError
 from autoprec.tune.journal import open_journal
-from autoprec.tune.lease import LEASE
 from autoprec.tune.lock import drop, hold
 from autoprec.tune.patience import PATIENCE_S, PatientStorage, is_lasting, storage_failure
-from autoprec.tune.reclaim import give_up, reclaim_stale_trials, take_lease
-
-__all__ = [
-    "LEASE",
-    "give_up",
-    "open_storage",
-    "open_study",
-    "quiet_optuna",
-    "reclaim_stale_trials",
-    "take_lease",
-    "without_password",
-]
 
 _FINGERPRINT = "autoprec:fingerprint"
 _SQLITE_FILE, _JOURNAL_FILE = "study.db", "study.log"

@@ -11,7 +11,6 @@ from autoprec.tune.reclaim import (
     give_up,
     has_ended,
     reclaim_stale_trials,
-    take_lease,
 )
 from autoprec.tune.storage import open_study
 
@@ -25,7 +24,7 @@ def _running(study, **attrs):
     enqueue(study, {"g": "bf16"}, {"name": "bf16", **attrs}, {})
     trial = study.ask()
     trial.suggest_categorical("g", ["fp32", "bf16"])
-    take_lease(trial)
+    trial.set_user_attr(LEASE, own_lease())
     return trial
 
 
