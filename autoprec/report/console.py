@@ -107,6 +107,8 @@ def sites_table(rows: tuple[SiteRow, ...]) -> Table:
 def _head(data: ReportData) -> Iterator[RenderableType]:
     yield Text(data.verdict, style="bold")
     yield Text(f"({data.kind})", style="dim")
+    if data.settled:
+        yield Text(data.settled, style="bold")
     table = Table.grid(padding=(0, 2))
     for item in data.headlines:
         table.add_row(Text(item.name, style="dim"), Text.assemble((item.figure, "bold"), f"  {item.detail}"))

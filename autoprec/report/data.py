@@ -256,6 +256,7 @@ class ReportData:
         notes: what couldn't be priced, and what was taken instead.
         environment: name and text.
         command: reproduces the study.
+        settled: what was measured on the target since, where it wasn't here; empty where nothing was.
     """
 
     study: str
@@ -275,6 +276,7 @@ class ReportData:
     notes: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     command: str
+    settled: str = ""
 
     @property
     def kind(self) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import StudyError, UsageError
 from autoprec.report.data import ReportData
 from autoprec.report.read import read_result
-from autoprec.tune.result import SCHEMA_VERSION
 
-RESULT, RECEIPT = "result.json", "receipt.json"
+#: Of result.json, as :mod:`autoprec.tune.result` writes it; a report needs neither that module nor torch.
+SCHEMA_VERSION = 1
+RESULT, RECEIPT, SETTLED = "result.json", "receipt.json", "settled.json"
 #: Where ``autoprec tune`` puts a study's folder by itself.
 RUNS = Path("runs")
 
@@ -47,10 +48,12 @@ def load_result(study: str) -> Loaded:
         newer = isinstance(version, int) and version > SCHEMA_VERSION
         what = "a newer autoprec wrote it; upgrade" if newer else "it is no result of autoprec tune"
         raise StudyError(f"{path} has schema_version {version!r}, and this autoprec reads {SCHEMA_VERSION}: {what}")
-    receipt_path = path.with_name(RECEIPT)
-    receipt = _read(receipt_path) if receipt_path.is_file() else None
+    receipt, settled = (_read(file) if file.is_file() else None for file in map(path.with_name, (RECEIPT, SETTLED)))
     try:
-        return Loaded(path=path, data=read_result(result, receipt))
+        data = read_result(result, receipt)
+        if settled is not None:
+            data = replace(data, settled=f"Measured on {settled['environment']['device']} since: {settled['verdict']}")
+        return Loaded(path=path, data=data)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise StudyError(
             f"{path} is damaged ({type(error).__name__}: {error}): restore it, or let the same 'autoprec tune' write "

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from autoprec.errors import StudyError, UsageError
+from autoprec.report import load
 from autoprec.report.load import load_result
 
 
@@ -28,6 +29,22 @@ def test_its_receipt_is_beside_it(study):
     row = {"site": "head", "asked": "bf16", "got": "bf16", "why": "", "mechanism": "frame", "op": "linear", "flops": 1}
     (study / "receipt.json").write_text(json.dumps({"rows": [row]}))
     assert load_result("s").data.sites[0].site == "head"
+
+
+def test_what_was_settled_on_the_target_since_is_said(study):
+    from autoprec.report.html import render
+
+    settled = {"verdict": "the plan trains 1.8 times as fast", "environment": {"device": "an H100"}}
+    (study / "settled.json").write_text(json.dumps(settled))
+    data = load_result("s").data
+    assert data.settled == "Measured on an H100 since: the plan trains 1.8 times as fast"
+    assert data.settled in render(data)
+
+
+def test_it_reads_what_the_tuner_writes():
+    from autoprec.tune.result import SCHEMA_VERSION
+
+    assert load.SCHEMA_VERSION == SCHEMA_VERSION
 
 
 def test_an_unknown_study_names_those_there_are(study):
