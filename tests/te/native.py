@@ -92,12 +92,10 @@ def quantize(x: Tensor, quantizer: Any, output: Any = None, noop: Any = None) ->
         "quantizer": quantizer,
         "data_transpose": codes.t().contiguous() if quantizer.columnwise_usage else None,
     }
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-    if quantizer.internal:
-        return Float8TensorStorage(**arguments, fake_dtype=x.dtype)
-    return Float8Tensor(**arguments, shape=x.shape, dtype=x.dtype)
+    # Whether the quantizer asks for it or not: the other kind of tensor has to be on a GPU.
+    return Float8TensorStorage(**arguments, fake_dtype=x.dtype)
 
 
 def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
