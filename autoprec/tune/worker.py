@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ from autoprec.plan import Plan
 from autoprec.tasks import Batch, Task
 from autoprec.tune.bench import Bench
 from autoprec.tune.checkpoint import Checkpoint
-from autoprec.tune.child import BOOT, Call, Reply, pack
+from autoprec.tune.child import BOOT, FP32_CALLS, Call, Reply, pack
 from autoprec.tune.elsewhere import Estimator
 from autoprec.tune.outcome import WORST_GAP, Effort, Outcome
 from autoprec.tune.process import ChildProcess, Death
@@ -31,6 +31,7 @@ _log = logging.getLogger("autoprec")
 #: A call may take this many times what its steps took in fp32, and at least so many seconds: kernels may be compiled.
 _SLOWDOWN, _MIN_LIMIT_S = 20.0, 120.0
 _START_LIMIT_S = 600.0
+_TRAINS = "trains in fp32"
 _NOT_THE_PLAN = "{method} of task {task!r} ended its process twice ({note}); it {does}: run that alone to see why"
 
 
@@ -44,7 +45,7 @@ class WorkerBench:
         bench: what to run; its caches stay here, but for the reference losses.
         spec: the task's name, where it has one; without, the task itself is pickled.
         trial_timeout: seconds that a trial may take; None is 20 times what its steps take in fp32, and at least 120.
-            Starting the process (importing torch) isn't part of it.
+            Starting the process, loading the data and building the fp32 model aren't part of it.
 
     Attributes:
         isolation: ``process``, or ``none: …`` with the reason why trials run in this process.
@@ -61,7 +62,7 @@ class WorkerBench:
         self.startup_s = 0.0
         self._bench, self._spec = bench, spec
         self._child: ChildProcess | None = None
-        self._is_ready = False
+        self._is_ready = self._is_warm = False
         self._asked_at = 0.0
         self._step_s: float | None = None
         if os.name != "posix" or not sys.executable:
@@ -122,10 +123,9 @@ class WorkerBench:
         """
         if not self._has_process():
             return self._bench.trial(plan, seed)
-        # what fp32 does is the task's fault, so it comes first, and its time sets the limit
-        if self.trial_timeout is None and self._step_s is None:
-            self.measure_step_s()
+        # what fp32 does is the task's fault, so it comes first
         self.reference(self.data_seed if seed is None else seed, self.effort.steps)
+        self._warm_up()
         start = time.monotonic()
         answer = self._ask("trial", (plan, seed), self._limit_s(self._trial_steps()))
         if isinstance(answer, Death):
@@ -147,7 +147,7 @@ class WorkerBench:
             return self._bench.gap(plan, seed, steps)
         self.reference(seed, steps)
         try:
-            return self._surely("gap", (plan, seed, steps), "trains a plan", self._limit_s(2 * steps))
+            return self._surely("gap", (plan, seed, steps), "trains a plan", lambda: self._limit_s(2 * steps))
         except StudyError as exc:
             _log.warning("data seed %d counts as diverged: %s", seed, exc)
             return float("nan")
@@ -157,7 +157,7 @@ class WorkerBench:
         if not self._has_process():
             return self._bench.from_scratch(plan, limit_s)
         try:
-            return self._surely("from_scratch", (plan, limit_s), "trains a plan", 2 * limit_s + _MIN_LIMIT_S)
+            return self._surely("from_scratch", (plan, limit_s), "trains a plan", lambda: 2 * limit_s + _MIN_LIMIT_S)
         except StudyError as exc:
             _log.warning("from fresh weights it counts as diverged: %s", exc)
             return FromScratch(gap=None, chaos=0.0, steps=0)
@@ -167,20 +167,20 @@ class WorkerBench:
         if not self._has_process():
             return self._bench.speeds(plans, rounds, seed)
         steps = 3 * rounds * (len(plans) + 2)
-        return self._surely("speeds", (dict(plans), rounds, seed), "times plans", self._limit_s(steps))
+        return self._surely("speeds", (dict(plans), rounds, seed), "times plans", lambda: self._limit_s(steps))
 
     def noise(self, seeds: Sequence[int], jitter: float = 1e-6) -> float:
         """Root mean square of the gap that the task's own chaos makes."""
         if not self._has_process():
             return self._bench.noise(seeds, jitter)
         steps = 2 * self.effort.steps * len(seeds)
-        return self._surely("noise", (tuple(seeds), jitter), "trains in fp32", self._limit_s(steps))
+        return self._surely("noise", (tuple(seeds), jitter), _TRAINS, lambda: self._fp32_limit_s(steps))
 
     def measure_step_s(self, steps: int = 3) -> float:
         """Median seconds of an fp32 step, now."""
         if not self._has_process():
             return self._bench.measure_step_s(steps)
-        step_s: float = self._surely("measure_step_s", (steps,), "trains in fp32", self._limit_s(2 * steps))
+        step_s: float = self._surely("measure_step_s", (steps,), _TRAINS, lambda: self._fp32_limit_s(2 * steps))
         self._step_s = step_s
         return step_s
 
@@ -189,7 +189,7 @@ class WorkerBench:
         if not self._has_process():
             return self._bench.reference(seed, steps)
         if (seed, steps) not in self._bench._references:
-            losses = self._surely("reference", (seed, steps), "trains in fp32", self._limit_s(steps))
+            losses = self._surely("reference", (seed, steps), _TRAINS, lambda: self._fp32_limit_s(steps))
             self._bench._references[seed, steps] = losses
         return self._bench._references[seed, steps]
 
@@ -207,7 +207,7 @@ class WorkerBench:
     ) -> None:
         self.close()
 
-    def _surely(self, method: str, args: tuple[Any, ...], does: str, limit_s: float | None) -> Any:
+    def _surely(self, method: str, args: tuple[Any, ...], does: str, limit_s: Callable[[], float | None]) -> Any:
         """The result of a call that is no trial; made once more in a new process if the first dies.
 
         Raises:
@@ -215,7 +215,9 @@ class WorkerBench:
         """
         answer: Reply | Death = Death("crashed", "")
         for _ in range(2):
-            answer = self._ask(method, args, limit_s)
+            if method not in FP32_CALLS:
+                self._warm_up()
+            answer = self._ask(method, args, limit_s())  # known only now
             if isinstance(answer, Reply):
                 for leak in answer.leaks:
                     _log.info("%s: %s; its process was replaced", method, leak)
@@ -224,12 +226,18 @@ class WorkerBench:
         note = answer.note if isinstance(answer, Death) else ""
         raise StudyError(_NOT_THE_PLAN.format(method=method, task=self.task.name, note=note, does=does))
 
+    def _warm_up(self) -> None:
+        """Let a new process load the data and build the fp32 model, which is no part of a plan's time."""
+        if self._has_process() and not self._is_warm:
+            self.measure_step_s(1)
+
     def _ask(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Reply | Death:
         if not self._has_process() or self._child is None:
             raise StudyError(f"{method} of task {self.task.name!r} has no process to run in: {self.isolation}")
         answer: Reply | Death = self._child.ask(Call(method=method, args=args, effort=self.effort), limit_s)
         if isinstance(answer, Reply):
             self._bench._references.update(answer.references)
+            self._is_warm = self._is_warm or method == "measure_step_s"
         if isinstance(answer, Death) or answer.leaks:
             self._start()  # now, so that it is there when it is needed
         return answer
@@ -264,7 +272,7 @@ class WorkerBench:
 
     def _start(self) -> None:
         self.close()
-        self._is_ready, self._asked_at = False, time.monotonic()
+        self._is_ready, self._is_warm, self._asked_at = False, False, time.monotonic()
         try:
             packed = pack(self._bench, self._spec)
         except Exception as exc:  # whatever an object's own pickling raises
@@ -281,8 +289,12 @@ class WorkerBench:
     def _trial_steps(self) -> int:
         return 2 * self.effort.steps + 3 * self.effort.rounds
 
+    def _fp32_limit_s(self, steps: int) -> float | None:
+        """The same for the task as it is, which may have to load its data first."""
+        return None if self._step_s is None else max(_START_LIMIT_S, _SLOWDOWN * self._step_s * steps)
+
     def _limit_s(self, steps: int) -> float | None:
-        """Seconds that so many steps may take; None before a step's time is known."""
+        """Seconds that so many steps of a plan may take; None before a step's time is known."""
         if self.trial_timeout is not None:
             return self.trial_timeout * max(1.0, steps / self._trial_steps())
         return None if self._step_s is None else max(_MIN_LIMIT_S, _SLOWDOWN * self._step_s * steps)

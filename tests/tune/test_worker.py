@@ -284,6 +284,7 @@ def test_the_limit_follows_the_step(worker):
     assert worker._limit_s(10) == 600.0
     worker._step_s = 1e-3
     assert worker._limit_s(10) == 120.0
+    assert worker._fp32_limit_s(10) == 600.0
     worker.trial_timeout = 8.0
     assert worker._limit_s(worker._trial_steps()) == worker._limit_s(1) == 8.0
     assert worker._limit_s(2 * worker._trial_steps()) == 16.0
