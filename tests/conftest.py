@@ -1,6 +1,7 @@
 """Tests that need a server, a browser, a device, a large package or minutes are skipped unless asked for by marker."""
 
 import re
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -32,4 +33,14 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements of this machine go to a folder of the test run, not to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def lock_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Devices are locked among the test run's own processes: a study that runs beside it isn't waited for."""
+    folder = str(tmp_path_factory.mktemp("locks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
         yield

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from scipy.special import stdtrit
 
+from autoprec.errors import StudyError
 from autoprec.measure import Measurement, describe_environment
 from autoprec.plan import Plan
 from autoprec.tune.confirmation import Confirmation
@@ -122,6 +123,12 @@ class Confirmer:
             plan: to confirm.
             rival: a plan that it must not be slower than.
         """
+        try:
+            return self._confirm(row, plan, rival)
+        except StudyError as exc:  # the plan raised, or ended its process again and again
+            return _failed(row, f"it failed when it was timed again: {exc}")
+
+    def _confirm(self, row: TrialRow, plan: Plan, rival: Plan | None) -> Confirmation:
         speed, why = self._time(plan, rival, seed=1)
         if why:
             return _confirmation(row, speed, accepted=False, why=why)
@@ -192,6 +199,25 @@ class Confirmer:
 
 def _lower_end(speed: Speed) -> float:
     return speed.speedup.low if isinstance(speed.speedup, Measurement) else speed.speedup.value
+
+
+def _failed(row: TrialRow, why: str) -> Confirmation:
+    """Refused, with the figures of its trial."""
+    if row.speedup is None or row.candidate_s is None or row.baseline_s is None:
+        raise StudyError(f"trial {row.number} was never timed, so it can't be confirmed: {why}")
+    return Confirmation(
+        plan_sha256=row.plan_sha256,
+        name=row.name,
+        loss_gap=None,
+        gaps=(),
+        speedup=row.speedup,
+        control=row.control,
+        candidate_s=row.candidate_s,
+        baseline_s=row.baseline_s,
+        accepted=False,
+        holds_loss=True,
+        why=why,
+    )
 
 
 def _confirmation(
