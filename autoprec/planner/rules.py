@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 #: Formats that a plan may be capped at by ``formats=``, widest first.
 CAPS = ("fp32", "tf32", "bf16", "fp16")
 
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+#: Layers alone: a product written by hand may be one of positions or scores, which 10 bits of mantissa don't hold.
+_TF32 = PlanRule(
+    match=tuple(f"*::{op}" for op in _LAYERS),
+    formats=Formats.all("tf32"),
+    reason="fp32's range and accumulation, with operands of 10 bits of mantissa, at the speed of tensor cores",
+    source="op",
+)
+
 
 def plan_by_rules(
     model: nn.Module,
@@ -46,7 +55,8 @@ def plan_by_rules(
         analysis: what was found on example inputs; None for op rules alone.
         level: ``O0`` makes everything fp32.
         mode: training or inference.
-        formats: cap: no format below this one (``bf16`` on an H100 means no fp8; ``fp32`` is O0).
+        formats: cap: no format below this one (``bf16`` on an H100 means no fp8; ``fp32`` is O0; ``tf32`` is fp32 but
+            for the products of layers).
         merge_casts: see :class:`~autoprec.plan.Plan`.
     """
     low = low_format(target, level, formats)
@@ -69,6 +79,8 @@ def plan_by_rules(
             if family is not None and any(rule.formats == narrow for rule in layers):
                 recipe = {family: DEFAULTS[family].to_dict()}
         rules += op_rules(rulebook, low)
+    elif formats == "tf32" and level != "O0" and "tf32" in target.formats:
+        rules += [*kept_by_families(model, rulebook, recorded).fp32, _TF32]
     return Plan(
         rules=tuple(rules),
         target=target.name,

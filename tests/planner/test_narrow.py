@@ -69,7 +69,7 @@ def test_formats_caps_it(decoder, cap, got):
     assert rule(planned(decoder(), formats=cap), "layers.5.up").formats.input == got
 
 
-@pytest.mark.parametrize("options", [{"level": "O0"}, {"formats": "fp32"}, {"formats": "tf32"}])
+@pytest.mark.parametrize("options", [{"level": "O0"}, {"formats": "fp32"}, {"formats": "tf32", "level": "O0"}])
 def test_nothing_is_lowered_where_fp32_is_asked_for(decoder, options):
     assert planned(decoder(), **options).rules == ()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoprec
 from autoprec.analyze import analyze
 from autoprec.errors import RuleError, UsageError
 from autoprec.lower.matching import RuleMatcher
@@ -90,6 +91,28 @@ def test_a_users_rule_that_matches_nothing_is_an_error_at_o0_too(tmp_path):
 )
 def test_low_format(target, level, cap, low):
     assert low_format(load_target(target), level, cap) == low
+
+
+def test_tf32_is_for_layers_alone_and_only_where_the_device_has_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.norm, self.head = nn.Conv1d(8, 16, 3), nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.norm(self.conv(x).transpose(1, 2))
+            return self.head(x) @ x.transpose(1, 2)
+
+    x = torch.randn(2, 8, 10)
+    receipt = autoprec.receipt(autoprec.convert(Net(), target="a100", formats="tf32", example_inputs=x))
+    assert {row.site: row.got for row in receipt} == {
+        "conv": "tf32", "head": "tf32", "norm": "fp32", "::matmul#0": "fp32", "::transpose#0": "fp32",
+        "::transpose#1": "fp32",
+    }  # fmt: skip
+    assert not receipt.refused
+    for target in ("v100", "cpu"):
+        assert autoprec.plan_of(autoprec.convert(Net(), target=target, formats="tf32")).rules == ()
 
 
 def test_a_format_the_target_lacks_is_refused():
