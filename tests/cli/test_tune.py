@@ -74,7 +74,12 @@ def test_a_study_leaves_plan_receipt_and_report(study, cli):
         (("cnn", "--timeout", "soon"), "'soon' is no duration"),
         (("cnn", "--max-loss-increase", "half"), "'half' is no share"),
         (("cnn", "--trials", "0"), "--trials"),
-        (("cnn", "--target", "h100"), "machine"),
+        (("cnn", "--target", "gaudi3"), "can't be estimated"),
+        (("cnn", "--method", "guess"), "method 'guess' is unknown"),
+        (("cnn", "--objective", "loss"), "needs the speed to reach"),
+        (("cnn", "--workers", "2", "--storage", "sqlite:///study.db"), "SQLite takes one process"),
+        (("cnn", "--storage", "study"), "neither a URL nor the path of a journal"),
+        (("cnn", "--confirm", "missing.json"), "missing.json"),
         (("cnn", "--rules", "missing.toml"), "missing.toml"),
     ],
 )
