@@ -77,9 +77,10 @@ def test_a_site_that_got_something_else_stands_out(data):
 def test_a_cell_says_what_its_colour_says(data):
     document = render(data)
     (over,) = re.findall(r'<td data-label="fp8_e4m3" class="heat over">(.*?)</td>', document, re.DOTALL)
-    assert "predicted 13.3%, +0.610%, over the budget" in over
+    assert "predicted 13.3%, +0.610%" in over
+    assert "over the budget" in over
     (chosen,) = re.findall(r'<td data-label="bf16" class="heat low chosen">(.*?)</td>', document, re.DOTALL)
-    for part in ("✔ chosen", "saves 12.1 ± 0.4%", "loss +0.012 ± 0.002%", "3 mixes measured"):
+    for part in ("✔ chosen", "saves 12.1 ± 0.4%", "loss +0.012 ± 0.002%", "in 3 mixes"):
         assert part in chosen, part
 
 
