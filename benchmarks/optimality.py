@@ -41,7 +41,6 @@ from scipy.special import stdtrit
 from autoprec.atomic import write_text
 from autoprec.formats import FORMATS
 from autoprec.measure import describe_environment
-from autoprec.tune.objective import Belief
 from autoprec.tune.sampler import CONSTRAINT, REPEAT, PlanSampler
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,6 +87,10 @@ class Instance:
 
     def best_cost(self) -> float:
         return min(self.cost[mix] for mix, gap in self.gap.items() if gap <= self.budget)
+
+    def reference(self) -> Mix:
+        """All in the first format, which is what is taken when nothing holds."""
+        return tuple(names[0] for names in self.choices.values())
 
     def share(self, mix: Mix) -> float:
         """Speed as a share of the optimum's."""
@@ -153,13 +156,10 @@ class Study:
         return sorted(kept, key=lambda mix: self.instance.cost[mix])
 
     def believed(self, sampler: PlanSampler) -> list[Mix]:
-        """Mixes that the trials together say are within the budget, the fastest first."""
-        beliefs: dict[Mix, Belief] = {}
+        """Mixes that the trials together say may be the answer, the most promising first."""
         mixes = self.mixes()
-        for number, belief in sampler.posterior(self.study.trials).items():
-            if sampler.objective.is_feasible(belief):
-                beliefs[mixes[number]] = belief
-        return sorted(beliefs, key=lambda mix: -beliefs[mix].speedup)
+        beliefs = {mixes[number]: belief for number, belief in sampler.posterior(self.study.trials).items()}
+        return sampler.objective.shortlist(beliefs, self.noise, 1 / self.instance.cost[self.instance.reference()])
 
     def confirmed(self, candidates: list[Mix], attempts: int = 4) -> Mix | None:
         """The first candidate that three more measurements confirm, see ``autoprec.tune.confirm``."""
@@ -183,7 +183,7 @@ class Study:
 def run(instance: Instance, sampler: BaseSampler, seed: int, *, noisy: bool, trials: int = TRIALS) -> Study:
     rng = np.random.default_rng([seed, 7])
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    study.enqueue_trial({g: names[0] for g, names in instance.choices.items()})
+    study.enqueue_trial(dict(zip(instance.choices, instance.reference(), strict=True)))
     known: dict[Mix, float] = {}
     seconds = 0.0
     for _ in range(trials):
@@ -254,16 +254,15 @@ def _trials_to(done: Study, share: float) -> float:
 
 
 def _summary(instance: Instance, rows: list[dict[str, Any]], *, noisy: bool) -> dict[str, Any]:
-    reference = tuple(names[0] for names in instance.choices.values())
-
     def share(mix: Mix | None) -> float:
-        return 100 * instance.share(reference if mix is None or breaks(mix) else mix)
+        return 100 * instance.share(instance.reference() if mix is None or breaks(mix) else mix)
 
     def breaks(mix: Mix | None) -> bool:
         return mix is not None and instance.gap[mix] > OVERSHOOT * instance.budget
 
     found = {
         "share_pct": median(share(row["picked"]) for row in rows),
+        "share_mean_pct": fmean(share(row["picked"]) for row in rows),
         "share_min_pct": min(share(row["picked"]) for row in rows),
         "to_99_pct": median(row["to_99_pct"] for row in rows),
         "sampler_ms": median(row["sampler_ms"] for row in rows),
@@ -282,9 +281,7 @@ def modelopt(instance: Instance, choices: Mapping[str, Any]) -> dict[str, Any] |
     if not plans:
         return None
     kept = [mix for mix in dict.fromkeys(plans) if instance.gap[mix] <= instance.budget]
-    shares = [100 * instance.share(mix) for mix in kept] or [
-        100 * instance.share(tuple(names[0] for names in instance.choices.values()))
-    ]
+    shares = [100 * instance.share(mix) for mix in kept or [instance.reference()]]
     return {"share_pct": round(max(shares), 2), "plans": len(set(plans)), "plans_within_budget": len(kept)}
 
 

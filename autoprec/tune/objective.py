@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from scipy.special import ndtr
@@ -17,6 +18,10 @@ Kind = Literal["speed", "loss", "memory", "front"]
 _FRONT_BUDGETS = (1.0, 0.25, 0.5, 2.0, 4.0)
 #: The solver is asked at these multiples of a budget: the models may be wrong either way.
 _SOLVER_BUDGETS = (0.5, 0.7, 1.0, 1.4, 2.0)
+#: A mean of three gaps must be so many standard deviations below the budget: one-sided 84% of Student's t.
+_CONFIRM_MARGIN = 1.32 / math.sqrt(3)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,30 @@ class Objective:
     def rank(self, belief: Belief) -> float:
         """Sorts mixes that are feasible, the best first."""
         return belief.loss_gap if self.kind == "loss" else -belief.speedup
+
+    def shortlist(self, beliefs: Mapping[T, Belief], noise: float = 0.0, fallback: float = 1.0) -> list[T]:
+        """Mixes that may be the answer, in the order in which to confirm them until one holds.
+
+        With noise a faster mix close to the budget gives way to a surer one: what it gains is weighted with the square
+        root of the chance that three fresh measurements confirm it.
+
+        Args:
+            beliefs: name of a mix → what is believed of it.
+            noise: standard deviation of a measured gap.
+            fallback: speedup of what is taken when none holds.
+        """
+        kept = {name: belief for name, belief in beliefs.items() if self.is_feasible(belief)}
+        if not noise or self.kind in ("loss", "front"):
+            return sorted(kept, key=lambda name: self.rank(kept[name]))
+
+        def promise(name: T) -> float:
+            belief = kept[name]
+            gain = 1 / fallback - 1 / belief.speedup
+            sd = math.hypot(belief.loss_gap_sd, noise / math.sqrt(3))
+            chance = float(ndtr((self.budget - _CONFIRM_MARGIN * noise - belief.loss_gap) / sd))
+            return gain * math.sqrt(chance) if gain > 0 else gain
+
+        return sorted(kept, key=promise, reverse=True)
 
     def solver_budgets(self, gap: float, turn: int) -> np.ndarray:
         """Harms that the solver is asked for; ``gap`` is the best mix's."""

@@ -47,6 +47,22 @@ def test_the_best_comes_first():
     assert loss.rank(b) < loss.rank(a)
 
 
+def test_the_shortlist_weighs_speed_with_the_chance_to_hold():
+    objective = Objective(kind="speed", budget=1.0)
+    beliefs = {
+        "broken": _belief(3.0, 1.5, 0.1),
+        "fastest": _belief(2.05, 0.85, 0.1),
+        "sure": _belief(2.0, 0.2, 0.1),
+        "slow": _belief(1.2, 0.1, 0.1),
+        "slower than the fallback": _belief(0.9, 0.0, 0.1),
+    }
+    assert objective.shortlist(beliefs) == ["fastest", "sure", "slow", "slower than the fallback"]
+    assert objective.shortlist(beliefs, noise=0.3) == ["sure", "fastest", "slow", "slower than the fallback"]
+    assert objective.shortlist(beliefs, noise=0.3, fallback=1.5)[-2:] == ["slow", "slower than the fallback"]
+    loss = Objective(kind="loss", budget=1.0, min_speedup=1.5)
+    assert loss.shortlist(beliefs, noise=0.3) == ["sure", "fastest", "broken"]
+
+
 def test_a_front_takes_turns():
     objective = Objective(kind="front", budget=0.01)
     assert len({objective.budget_at(turn) for turn in range(5)}) == 5
