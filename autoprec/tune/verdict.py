@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autoprec.estimate import Estimate
 from autoprec.measure import Environment, Measurement
 from autoprec.target import Target
 from autoprec.tasks import Task
 from autoprec.tune.confirmation import Confirmation
 from autoprec.tune.row import TrialRow
 from autoprec.tune.speed import say_times
+
+
+#: A difference in speed that nobody would act on.
+_EQUAL = 0.005
 
 
 def say_faster(row: TrialRow, confirmation: Confirmation, budget: float, mode: str, measured: str = "loss") -> str:
@@ -48,7 +53,7 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
     if refused is not None:
         control = f" (fp32 against itself: {refused.control.value:.3f})" if refused.control else ""
         return (
-            f"Stay in fp32: the best mix found ({refused.name}) reads {say_times(refused.speedup)} times its speed"
+            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {say_times(refused.speedup)} times its speed"
             f"{control}, and was refused: {refused.why}."
         )
     mixes = [row for row in rows if row.speedup is not None and set(row.formats.values()) != {"fp32"}]
@@ -61,7 +66,7 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
         "inside the loss budget" if fitting else f"(loss gap {closest.loss_gap:+.3%}, over the budget of {budget:.2%})"
     )
     return (
-        f"Stay in fp32: the fastest mix {inside}, {_name(closest).lower()}, reads {say_times(closest.speedup)} times "
+        f"{_stay(closest.speedup)}: the fastest mix {inside}, {_name(closest).lower()}, reads {say_times(closest.speedup)} times "
         "its speed" + (f" (fp32 against itself: {closest.control.value:.3f})." if closest.control else ".")
     )
 
@@ -131,6 +136,12 @@ def make_evidence(
 def _from_scratch(confirmation: Confirmation) -> str:
     run = confirmation.from_scratch
     return "" if run is None or run.gap is None else f", and from fresh weights {run.gap:+.3%} over {run.steps} steps"
+
+
+def _stay(speedup: Measurement | Estimate) -> str:
+    """Whether a mix that may not win is as fast as fp32, or not."""
+    is_equal = isinstance(speedup, Measurement) and speedup.low <= 1 + _EQUAL and speedup.high >= 1 - _EQUAL
+    return "No difference, so stay in fp32" if is_equal else "Stay in fp32"
 
 
 def _speed(row: TrialRow) -> float:

@@ -70,11 +70,19 @@ def test_it_finds_planted_speed_and_avoids_planted_harm(tiny, tmp_path):
 def test_where_low_precision_does_not_pay_the_answer_is_fp32_with_a_number(tiny, tmp_path):
     result = tune(tiny.make(low_s=0.03), trials=5, output_dir=tmp_path)
     assert not result.is_faster
-    assert result.verdict.startswith("Stay in fp32: the fastest mix inside the loss budget")
+    assert re.match(r"(No difference, so stay|Stay) in fp32: the fastest mix inside the loss budget", result.verdict)
     assert re.search(r"reads (0\.\d\d|1\.00) \(.* to (0\.\d\d|1\.00)\) times its speed", result.verdict)
     assert result.plan.level == "O0"
     assert not result.plan.evidence["confirmed"]
     assert json.loads((tmp_path / "result.json").read_text())["winner"] is None
+
+
+def test_where_all_formats_are_equal_it_says_that_there_is_no_difference(tiny, tmp_path):
+    # long steps, beside which it doesn't show how often a converted model looks at the clock
+    result = tune(tiny.make(fp32_s=1.0, low_s=1.0), trials=5, output_dir=tmp_path)
+    assert result.verdict.startswith("No difference, so stay in fp32:")
+    assert result.plan.level == "O0"
+    assert result.outcome == "no_gain"
 
 
 def test_an_interrupted_study_goes_on_and_keeps_its_trials(tiny, tmp_path):
