@@ -13,7 +13,6 @@ from autoprec.tune.confirmation import Confirmation
 from autoprec.tune.row import TrialRow
 from autoprec.tune.speed import say_times
 
-
 #: A difference in speed that nobody would act on.
 _EQUAL = 0.005
 
@@ -53,8 +52,8 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
     if refused is not None:
         control = f" (fp32 against itself: {refused.control.value:.3f})" if refused.control else ""
         return (
-            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {say_times(refused.speedup)} times its speed"
-            f"{control}, and was refused: {refused.why}."
+            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {say_times(refused.speedup)} times its "
+            f"speed{control}, and was refused: {refused.why}."
         )
     mixes = [row for row in rows if row.speedup is not None and set(row.formats.values()) != {"fp32"}]
     fitting = [row for row in mixes if row.loss_gap <= budget]
@@ -66,8 +65,9 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
         "inside the loss budget" if fitting else f"(loss gap {closest.loss_gap:+.3%}, over the budget of {budget:.2%})"
     )
     return (
-        f"{_stay(closest.speedup)}: the fastest mix {inside}, {_name(closest).lower()}, reads {say_times(closest.speedup)} times "
-        "its speed" + (f" (fp32 against itself: {closest.control.value:.3f})." if closest.control else ".")
+        f"{_stay(closest.speedup)}: the fastest mix {inside}, {_name(closest).lower()}, reads "
+        f"{say_times(closest.speedup)} times its speed"
+        + (f" (fp32 against itself: {closest.control.value:.3f})." if closest.control else ".")
     )
 
 

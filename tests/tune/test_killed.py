@@ -32,7 +32,8 @@ def progress(event):
         armed.append(True)
 
 cpu = Target(name="tiny", title="a processor with bf16", kind="cpu", formats=("bf16", "fp32"), low_format="bf16")
-result = search.tune(tiny.make(loss=loss), target=cpu, trials=4, output_dir=sys.argv[2], progress=progress, isolate=False)
+where = {"target": cpu, "output_dir": sys.argv[2], "isolate": False}
+result = search.tune(tiny.make(loss=loss), trials=4, progress=progress, **where)
 print(len(result.trials))
 """
 
