@@ -50,10 +50,10 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
     """The verdict where fp32 stays, with the number of the mix that came closest."""
     refused = max(confirmations, key=lambda c: c.speedup.value, default=None)
     if refused is not None:
-        control = f" (fp32 against itself: {refused.control.value:.3f})" if refused.control else ""
+        times, control = say_times(refused.speedup), _say_control(refused.control)
         return (
-            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {say_times(refused.speedup)} times its "
-            f"speed{control}, and was refused: {refused.why}."
+            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {times} times its speed{control}, and "
+            f"was refused: {refused.why}."
         )
     mixes = [row for row in rows if row.speedup is not None and set(row.formats.values()) != {"fp32"}]
     fitting = [row for row in mixes if row.loss_gap <= budget]
@@ -66,8 +66,7 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
     )
     return (
         f"{_stay(closest.speedup)}: the fastest mix {inside}, {_name(closest).lower()}, reads "
-        f"{say_times(closest.speedup)} times its speed"
-        + (f" (fp32 against itself: {closest.control.value:.3f})." if closest.control else ".")
+        f"{say_times(closest.speedup)} times its speed{_say_control(closest.control)}."
     )
 
 
@@ -136,6 +135,10 @@ def make_evidence(
 def _from_scratch(confirmation: Confirmation) -> str:
     run = confirmation.from_scratch
     return "" if run is None or run.gap is None else f", and from fresh weights {run.gap:+.3%} over {run.steps} steps"
+
+
+def _say_control(control: Measurement | None) -> str:
+    return f" (fp32 against itself: {control.value:.3f})" if control else ""
 
 
 def _stay(speedup: Measurement | Estimate) -> str:
