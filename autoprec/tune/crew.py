@@ -20,8 +20,8 @@ from autoprec.tune.lock import HAS_LOCKS
 
 #: A worker that dies more often isn't replaced any more.
 MAX_REPLACEMENTS = 5
-#: An interrupted worker gives its trial back in this time.
-_GRACE_S = 15.0
+#: A worker ends in this time when the study is over; an interrupted one gives its trial back in this time.
+_ENDING_S, _GRACE_S = 3.0, 15.0
 _POLL_S = 0.5
 #: Ends of a process that aren't deaths: an error in words, and an interruption.
 _REFUSED, _INTERRUPTED = 2, 130
@@ -42,8 +42,8 @@ class _Worker:
 class Crew:
     """Processes that all run ``work(**arguments)``: a context that starts them, replaces dead ones, and ends them.
 
-    They have a process group of their own, so that an interruption at the terminal reaches the first process only,
-    which hands it on once.  They end, too, when the first process is killed.
+    The block is left when no trial runs any more.  The processes have a group of their own, so that an interruption at
+    the terminal reaches the first process only, which hands it on once.  They end, too, when the first one is killed.
 
     Args:
         work: a module's function; it returns when the study has its trials.
@@ -66,7 +66,7 @@ class Crew:
         on_event: OnEvent = lambda message: None,
     ) -> None:
         if count and not HAS_LOCKS:
-            raise UsageError("several workers need file locks to time a device in turn, which this system lacks: 1")
+            raise UsageError("several workers time a device in turn by file locks, which this system lacks: take 1")
         try:
             pickle.dumps((work, dict(arguments)))
         except Exception as exc:  # whatever an object's own pickling raises
@@ -91,14 +91,12 @@ class Crew:
         self._is_closing.set()
         if self._workers:
             self._monitor.join()
-        if exc_type is not None:
-            self._interrupt()
         try:
-            for worker in self._workers:
-                worker.process.join()
-        except BaseException:
+            if exc_type is None:
+                # the study is over; one that has just begun hasn't noticed yet
+                self._join(_ENDING_S)
+        finally:
             self._interrupt()
-            raise
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -138,11 +136,15 @@ class Crew:
         """Ask each to give its trial back, and end those that don't."""
         for process in self.processes:
             _signal(process, signal.SIGINT)
-        deadline = time.monotonic() + _GRACE_S
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        self._join(_GRACE_S)
         for process in self.processes:
             process.kill()
+            process.join()
+
+    def _join(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _signal(process: BaseProcess, number: int) -> None:

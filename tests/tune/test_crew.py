@@ -54,12 +54,21 @@ def _pids(folder, what="started", count=0):
     return {int(path.name.partition("-")[2]) for path in found}
 
 
-def test_workers_run_and_end_by_themselves(tmp_path, work):
+def test_workers_run_and_end_by_themselves(tmp_path, work, monkeypatch):
+    monkeypatch.setattr(crews, "_ENDING_S", 60.0)
     with Crew(work, {"folder": str(tmp_path)}, 2) as crew:
         assert _pids(tmp_path, count=2) == {process.pid for process in crew.processes}
         (tmp_path / "end").touch()
     assert crew.processes == []
     assert _pids(tmp_path, "interrupted") == set()
+
+
+def test_a_worker_that_has_not_noticed_the_end_is_interrupted(tmp_path, work, monkeypatch):
+    monkeypatch.setattr(crews, "_ENDING_S", 0.1)
+    with Crew(work, {"folder": str(tmp_path)}, 1) as crew:
+        started = _pids(tmp_path, count=1)
+    assert crew.processes == []
+    assert _pids(tmp_path, "interrupted") == started
 
 
 def test_no_further_worker_is_started_for_one(tmp_path, work):
