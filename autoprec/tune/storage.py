@@ -47,7 +47,9 @@ _MAX_CLASHES = 20
 _CLASH = re.compile(r"already exists|duplicate key|UNIQUE constraint", re.IGNORECASE)
 #: A server that isn't there, perhaps not yet; and one that is.
 _ABSENT = re.compile(r"connection refused|no such file|timeout expired", re.IGNORECASE)
-_WAKING = re.compile(r"starting up|shutting down|recovery mode|closed the connection|too many|locked", re.IGNORECASE)
+_WAKING = re.compile(
+    r"starting up|not yet accepting|shutting down|recovery mode|closed the connection|too many|locked", re.IGNORECASE
+)
 
 
 @contextmanager
