@@ -72,6 +72,7 @@ __all__ = [
     "plan_of",
     "receipt",
     "revert",
+    "settle",
     "tune",
 ]
 
@@ -83,6 +84,7 @@ _HOMES = {
     "target": ("Target", "list_targets", "load_target"),
     "tasks": ("Task",),
     "tune": ("TuneResult", "tune"),
+    "tune.settle": ("settle",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

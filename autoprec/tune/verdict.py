@@ -52,8 +52,8 @@ def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation],
     if refused is not None:
         times, control = say_times(refused.speedup), _say_control(refused.control)
         return (
-            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {times} times its speed{control}, and "
-            f"was refused: {refused.why}."
+            f"{_stay(refused.speedup)}: the best mix found ({refused.name}) reads {times} times its speed{control}, "
+            f"and was refused: {refused.why}."
         )
     mixes = [row for row in rows if row.speedup is not None and set(row.formats.values()) != {"fp32"}]
     fitting = [row for row in mixes if row.loss_gap <= budget]
