@@ -140,6 +140,7 @@ def tune(
     import autoprec
     from autoprec.report.read import command_line
     from autoprec.rulebook import load_rulebook
+    from autoprec.tune.team import is_leader
 
     if confirm is not None:
         budget = None if max_loss_increase == "0.5%" else parse_share(max_loss_increase)
@@ -176,7 +177,8 @@ def tune(
     except KeyboardInterrupt:
         output.note("interrupted: what is finished is kept, and the same command goes on")
         raise
-    write_report(output, result, command_line(task, options), as_json=as_json)
+    if is_leader():
+        write_report(output, result, command_line(task, options), as_json=as_json)
     if require_gain and not result.is_faster:
         raise typer.Exit(1)
 
