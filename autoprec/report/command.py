@@ -23,6 +23,9 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "output_dir": ("--output-dir", None),
 }
 
+#: What a result says of trials that were kept in the study's own process.
+_NOT_ISOLATED = "none: asked for"
+
 
 def command_line(task: str, settings: Mapping[str, Any]) -> str:
     """The command that runs the study again; settings that weren't given are left out."""
@@ -31,13 +34,15 @@ def command_line(task: str, settings: Mapping[str, Any]) -> str:
         value = settings.get(name)
         values = value if isinstance(value, list | tuple) else [] if value in (None, default) else [value]
         words += [word for item in values for word in (option, _written(item))]
+    if settings.get("isolate") is False:
+        words.append("--no-isolate")
     return shlex.join(words)
 
 
 def command_of(result: Mapping[str, Any]) -> str:
     """The command line of a result's own settings."""
     given = {"max_loss_increase": f"{100 * result['budget']:g}%", "study": result["study"]}
-    settings = {**result["settings"], **given}
+    settings = {**result["settings"], **given, "isolate": result.get("isolation") != _NOT_ISOLATED}
     return command_line(settings.get("task") or result["task"], settings)
 
 

@@ -58,6 +58,11 @@ def test_no_gain_is_a_verdict_too(result):
     assert "stay in fp32" in render_report({**result, "winner": None, "verdict": "stay in fp32"})
 
 
+def test_trials_that_were_not_isolated_are_not_again(result):
+    assert read_result({**result, "isolation": "none: asked for"}).command.endswith(" --no-isolate")
+    assert "isolate" not in read_result({**result, "isolation": "process"}).command
+
+
 def test_the_command_is_one_that_a_shell_takes(result):
     assert read_result(result).command == (
         "autoprec tune 'my tasks/t.py:task' --target auto --trials 6 --max-loss-increase 0.5% --seed 3 "
@@ -160,4 +165,5 @@ def test_the_command_has_the_options_that_differ_from_their_defaults():
     assert command_line("gpt", settings) == (
         "autoprec tune gpt --objective loss --min-speedup 1.5 --workers 4 --trial-timeout 90"
     )
-    assert command_line("gpt", {"workers": 1, "objective": "speed"}) == "autoprec tune gpt"
+    assert command_line("gpt", {"workers": 1, "objective": "speed", "isolate": True}) == "autoprec tune gpt"
+    assert command_line("gpt", {"isolate": False}) == "autoprec tune gpt --no-isolate"
