@@ -263,7 +263,9 @@ class PlanSampler(BaseSampler):
         beliefs = self._measured(history, models)
         value = self.objective.value(beliefs)
         best, _, _ = self._best(history, models, turn)
-        near = (beliefs.gap <= 2 * self._budget) & (value <= best)
+        near = (value <= best) & (beliefs.gap <= 2 * self._budget)
+        if self.objective.kind != "loss":  # a gap that is small already needs no better settings
+            near &= beliefs.gap >= 0.7 * self._budget
         rows = [k for k in np.flatnonzero(near).tolist() if history.settings[k]]
         if not rows:
             return None
