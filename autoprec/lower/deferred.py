@@ -164,8 +164,9 @@ class Defer:
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, *rest: Any, **named: Any
     ) -> Norm | None:
         """The norm, None where the product after it can't take it over in this call."""
-        eps = named.get("eps", rest[-1] if rest else None)
-        bias = named.get("bias", rest[0] if self._op == "layer_norm" and rest else None)
+        names = ("bias", "eps") if self._op == "layer_norm" else ("eps",)
+        named |= zip(names, rest, strict=False)
+        bias, eps = named.get("bias"), named.get("eps")
         fits = input.is_cuda and bool(input.numel()) and input.dtype in casts.CASTABLE and not input.is_inference()
         if weight is None or not fits or len(normalized_shape) != 1 or _functorch.maybe_current_level() is not None:
             return None

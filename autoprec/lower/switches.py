@@ -1,8 +1,9 @@
 """torch's own choice of TF32 (on some CPUs bf16) for fp32 products, held for one product and its gradients.
 
 The choice is a switch of the process.  It is set for as long as one product is launched, in its forward and again in
-its backward, which runs later and elsewhere, and then put back, also after an error.  Calls of several threads take
-turns; but a thread that launches products of its own, outside of any plan, in those microseconds sees the switch too.
+its backward, which runs later and elsewhere, and then put back, also after an error.  Where several threads run plans
+their products take turns; but a product outside of any plan, launched by another thread in those microseconds, sees the
+switch too.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from autoprec.errors import BackendError
 #: Values of a switch that both mean fp32 as it is.
 _IEEE = ("ieee", "none")
 _ONE_AT_A_TIME = threading.RLock()
+#: Threads that ever held a switch.
+_HOLDERS: set[int] = set()
 
 
 @torch.compiler.assume_constant_result
 def is_set(device_type: str, op: str, precision: str) -> bool:
-    """Whether a product on the device runs in that precision as the process is set.
+    """Whether a product on the device runs in that precision as the process is set; never while others may set it.
 
     Args:
         device_type: of the operands.
@@ -38,6 +41,8 @@ def is_set(device_type: str, op: str, precision: str) -> bool:
     switch = _switch(device_type, op)
     if switch is None:
         return True
+    if _HOLDERS and {threading.get_ident()} != _HOLDERS:
+        return False
     found = switch.fp32_precision
     return found in _IEEE if precision == "ieee" else found == precision
 
@@ -64,6 +69,7 @@ def hold(device_type: str, op: str, precision: str, run: Callable[..., Any], arg
             f"a plan wants {op!r} in {precision} inside a torch.func transform, and torch.backends says otherwise: set "
             f"fp32_precision={precision!r} there for the transform"
         )
+    _HOLDERS.add(threading.get_ident())
     leaves, structure = pytree.tree_flatten((args, kwargs))
     held = (device_type, op, precision)
 

@@ -1,6 +1,7 @@
 """A switch of the process is held for one product and its gradients, and is then as it was, whatever happens."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoprec
 from autoprec.errors import BackendError
+from autoprec.lower import switches
+from autoprec.lower.gemm import GemmSettings, gemm_action
 from autoprec.lower.switches import hold, holding, is_set
 from autoprec.plan import Formats, Plan, PlanRule
 
@@ -21,6 +24,7 @@ SWITCH = torch.backends.mkldnn.matmul
 def _as_it_was() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     yield
+    switches._HOLDERS.clear()
     torch.set_float32_matmul_precision(before)  # which gives the switches values of their own
     torch.backends.fp32_precision = SWITCH.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
 
@@ -153,6 +157,33 @@ def test_threads_take_turns() -> None:
         thread.join()
     assert not wrong
     assert SWITCH.fp32_precision == "none"
+
+
+def test_a_thread_that_agrees_with_the_process_waits_for_one_that_does_not() -> None:
+    held, seen, stop = threading.Event(), [], threading.Event()
+
+    def other() -> None:
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            held.set()
+            time.sleep(0.002)
+            return x @ w
+
+        while not stop.is_set():
+            hold("cpu", "matmul", "tf32", run, operands(), {})
+
+    def spy(x: Tensor, w: Tensor) -> Tensor:
+        seen.append(SWITCH.fp32_precision)
+        return x @ w
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    held.wait()
+    action = gemm_action("matmul", Formats.all("fp32"), (), GemmSettings())
+    for _ in range(50):
+        action(spy, operands(), {}).sum().backward()
+    stop.set()
+    thread.join()
+    assert set(seen) == {"ieee"}
 
 
 def test_one_inside_another() -> None:
