@@ -165,11 +165,12 @@ def test_a_thread_that_agrees_with_the_process_waits_for_one_that_does_not() -> 
     def other() -> None:
         def run(x: Tensor, w: Tensor) -> Tensor:
             held.set()
-            time.sleep(0.002)
+            time.sleep(0.0002)
             return x @ w
 
         while not stop.is_set():
             hold("cpu", "matmul", "tf32", run, operands(), {})
+            time.sleep(0.001)  # now nothing is held, and soon it will be
 
     def spy(x: Tensor, w: Tensor) -> Tensor:
         seen.append(SWITCH.fp32_precision)
