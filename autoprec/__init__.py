@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from autoprec.target import Target, list_targets, load_target
     from autoprec.tasks import Task
     from autoprec.tune import TuneResult, tune
+    from autoprec.tune.settle import settle
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class Team:
             dist.init_process_group(backend="gloo", timeout=_PATIENCE)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._wrap = wrap
-        self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._orders = _new_group("gloo", _PATIENCE)
         self._num_groups = 0
         self._failure: Failure | None = None
         self._gradients: dist.ProcessGroup | None = None
@@ -86,7 +86,7 @@ class Team:
 
     def _open(self) -> None:
         self._num_groups += 1
-        self._gradients = dist.new_group(backend=self._backend, timeout=_STEP_LIMIT)
+        self._gradients = _new_group(self._backend, _STEP_LIMIT)
 
     def tell(self, *order: int) -> None:
         """Send an order, as the leader."""
@@ -171,3 +171,8 @@ class Team:
             dist.destroy_process_group()
         else:
             dist.destroy_process_group(self._orders)
+
+
+def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A group of all ranks; torch's annotation allows for ranks outside it, which get a number."""
+    return cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=timeout))
