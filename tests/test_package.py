@@ -85,7 +85,8 @@ def test_marked_type_information_is_shipped():
 # A change here is a change of the public interface: it belongs in CHANGELOG.md.
 COMMON = {"--quiet", "-q", "--verbose", "-v", "--debug", "--json"}
 PLAN = {"--target", "--level", "--formats", "--mode", "--rules", "--keep"}
-STUDY = {"--trials", "--timeout", "--max-loss-increase", "--storage", "--study"}
+SEARCH = {"--trials", "--timeout", "--max-loss-increase", "--method", "--objective", "--min-speedup", "--require-gain"}
+STUDY = SEARCH | {"--storage", "--study", "--workers", "--trial-timeout", "--isolate", "--confirm"}
 OPTIONS = {
     "check": {"--plan", "--seed"},
     "convert": PLAN | {"--plan", "--strict", "--seed", "--output", "-o", "--force"},
@@ -96,9 +97,11 @@ OPTIONS = {
     "memory": {"--batch", "--config", "--length", "--params", "--seed", "--target"},
     "plan": PLAN | {"--seed", "--output", "-o", "--force"},
     "recommend": {"--architecture", "--params", "--stability", "--target", "--task"},
+    "report": {"--output", "-o"},
     "rules list": {"--rules"},
     "rules show": {"--rules"},
     "rules test": set(),
+    "solve": {"--budget", "--budgets", "--keep"},
     "targets": set(),
     "tune": STUDY | {"--target", "--keep", "--rules", "--seed", "--output-dir", "-o"},
 }

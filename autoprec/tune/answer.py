@@ -17,7 +17,9 @@ from autoprec.tune.bench import Bench
 from autoprec.tune.confirm import NUM_SEEDS, SCRATCH_LIMIT_S, Confirmer
 from autoprec.tune.confirmation import Confirmation
 from autoprec.tune.enqueued import Enqueued, Front
+from autoprec.tune.explain import explain
 from autoprec.tune.objective import Belief
+from autoprec.tune.plan_sampler import PlanSampler
 from autoprec.tune.prepared import Prepared
 from autoprec.tune.progress import OnProgress, Progress
 from autoprec.tune.request import Request
@@ -56,17 +58,26 @@ class Answer:
             self._front(candidates).save(self.request.folder)
         return result
 
-    def _beliefs(self) -> dict[int, Belief]:
-        """What all trials together say of each."""
+    def _sampler(self) -> PlanSampler:
+        """What all trials say together."""
         prepared, request = self.prepared, self.request
-        sampler = plan_sampler(
+        return plan_sampler(
             prepared.space,
             request.budget,
             prepared.noise.sigma,
             problem=prepared.problem,
             objective=request.objective,
         )
-        return sampler.posterior(prepared.study.get_trials(deepcopy=False))
+
+    def _beliefs(self) -> dict[int, Belief]:
+        return self._sampler().posterior(self.prepared.study.get_trials(deepcopy=False))
+
+    def _explanations(self, winner: TrialRow | None) -> tuple[dict[str, Any], ...]:
+        prepared = self.prepared
+        trials = prepared.study.get_trials(deepcopy=False)
+        mix = None if winner is None else winner.formats
+        objective = self.request.objective
+        return explain(prepared.space, prepared.problem, self.rows, trials, self._sampler(), mix, objective)
 
     def _shortlist(self) -> list[TrialRow]:
         """Trials that may be the answer, the likely best first."""
@@ -76,9 +87,12 @@ class Answer:
             belief = believed.get(row.number)
             if belief is None or row.state != "complete" or set(row.formats.values()) == {"fp32"}:
                 continue
-            if belief.speedup > 1 and self.request.objective.is_feasible(belief):
+            if belief.speedup > 1:
                 fit.setdefault(row.plan_sha256, row)
-        return sorted(fit.values(), key=lambda row: self.request.objective.rank(believed[row.number]))
+        order = self.request.objective.shortlist(
+            {sha: believed[row.number] for sha, row in fit.items()}, self.prepared.noise.sigma
+        )
+        return [fit[sha] for sha in order]
 
     def _confirm(self, candidates: Sequence[TrialRow]) -> tuple[TrialRow | None, list[Confirmation]]:
         prepared = self.prepared
@@ -133,6 +147,7 @@ class Answer:
             settings=self._settings(),
             folder=request.folder,
             problem=prepared.problem,
+            explanations=self._explanations(winner),
             isolation=prepared.isolation,
             overhead_s={name: round(seconds, 2) for name, seconds in prepared.overhead_s.items()},
         )
