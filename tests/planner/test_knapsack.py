@@ -1,3 +1,4 @@
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -46,6 +47,8 @@ def test_what_the_solver_prints_stays_off_stdout(monkeypatch, capfd, caplog, ran
         return real(*args, **kwargs)
 
     monkeypatch.setattr(knapsack, "milp", talkative)
+    # a command run with --debug in this process leaves a handler that prints
+    monkeypatch.setattr(logging.getLogger("autoprec"), "handlers", [])
     print("before")
     with caplog.at_level("DEBUG", logger="autoprec"):
         pack(encode(random_problem(0, groups=4, options=3)), 0.1, rel_gap=1e-3, time_limit_s=2)

@@ -66,7 +66,7 @@ DEEDS = {
     "leak": _leak,
     "read_nothing": _read_nothing,
     "say": _say,
-    "nap": lambda: time.sleep(0.02),
+    "nap": lambda: time.sleep(0.15),
     "linger": _linger,
 }
 

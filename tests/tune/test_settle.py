@@ -77,7 +77,7 @@ def test_where_none_holds_the_plan_stays_and_says_that_it_was_refused(tiny, tmp_
     path = _study(tmp_path, _plan("wide", kind="estimated", confirmed=False), _plan("wide", "head"))
     settled = settle(path, tiny.make(fp32_s=1.0, low_s=1.0), target=CPU)
     assert settled.winner is None
-    assert settled.verdict.startswith("Stay in fp32: the best mix found")
+    assert settled.verdict.startswith("No difference, so stay in fp32: the best mix found")
     plan = load_plan(path)
     assert plan.rules == _plan("wide").rules
     assert (plan.evidence["kind"], plan.evidence["confirmed"]) == ("measured", False)

@@ -158,12 +158,6 @@ def test_a_budget_below_the_tasks_noise_is_refused(tiny, tmp_path):
         tune(tiny.make(), trials=2, max_loss_increase=1e-9, output_dir=tmp_path)
 
 
-def test_a_scaler_is_tuned_where_gradients_are_fp16(tiny, tmp_path):
-    result = tune(tiny.make(), trials=6, keep=["head=fp16"], max_loss_increase=0.2, output_dir=tmp_path)
-    scaled = [row for row in result.trials if row.scaler]
-    assert len({(row.scaler["init_scale"], row.scaler["growth_interval"]) for row in scaled}) > 1
-
-
 def test_an_inference_task_is_only_evaluated(tiny, tmp_path):
     result = tune(tiny.make(mode="inference", optimizer=None, low_s=0.005), trials=4, output_dir=tmp_path)
     assert result.warm_up == ()

@@ -340,7 +340,7 @@ def test_a_worker_ends_with_its_study(folder, do, number):
         pid = int((folder / "pid").read_text())
         assert _is_running(pid)
         study.send_signal(number)
-        study.communicate(timeout=60)
+        study.communicate(timeout=180)
         assert _await(lambda: not _is_running(pid))
     finally:
         study.kill()
