@@ -289,6 +289,27 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["table"], row["feasible"], row["method"], row["noisy"]
 
 
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each method, over tables and budgets: mean and worst of the median shares, and the part that overshoots."""
+    found = []
+    for noisy, method in itertools.product((False, True), dict.fromkeys(row["method"] for row in rows)):
+        mine = [row for row in rows if row["noisy"] == noisy and row["method"] == method]
+        if mine:
+            shares = [row["share_pct"] for row in mine]
+            one = {
+                "method": method,
+                "noisy": noisy,
+                "cases": len(mine),
+                "studies": sum(r.get("studies", 1) for r in mine),
+            }
+            one |= {"share_mean_pct": round(fmean(shares), 2), "share_worst_pct": min(shares)}
+            for name in ("overshoot_pct", "overshoot_unconfirmed_pct"):
+                if name in mine[0]:
+                    one[name] = round(fmean(row[name] for row in mine), 1)
+            found.append(one)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
@@ -308,13 +329,14 @@ def main() -> None:
         print(row, flush=True)
         if not options.dry:
             result = {"environment": describe_environment("cpu").to_json(), "trials": TRIALS}
-            write_text(RESULT, json.dumps(result | {"rows": list(rows.values())}, indent=1) + "\n")
+            every = list(rows.values())
+            write_text(RESULT, json.dumps(result | {"summary": summary(every), "rows": every}, indent=1) + "\n")
 
     chosen = {name: table for name, table in tables["tables"].items() if name in (options.tables or tables["tables"])}
     for instance in instances(chosen):
         case = {"table": instance.name, "feasible": instance.feasible}
         case |= {"noise_of_budget": round(instance.noise(instance.budget) / instance.budget, 3)}
-        if (found := modelopt(instance, theirs.get("choices", {}))) is not None:
+        if "quiet" in instance.kinds and (found := modelopt(instance, theirs.get("choices", {}))) is not None:
             keep(case | {"method": f"ModelOpt {theirs['version']} auto_quantize", "noisy": False} | found)
         for method, kind in itertools.product(options.methods, instance.kinds):
             row = judge(method, instance, range(options.seeds), noisy=kind == "noisy")
