@@ -6,7 +6,6 @@ estimates, from the sites that one step of the task showed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,11 +17,11 @@ from autoprec.estimate import Estimate, estimate_memory, estimate_step
 from autoprec.graph.inputs import Run
 from autoprec.graph.site import Site
 from autoprec.lower.gemm import needs_backend
-from autoprec.lower.matching import RuleMatcher
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.planner.fold import literal
 from autoprec.target import Target
 from autoprec.tasks import Task
+from autoprec.tune.sitecosts import formats_of
 from autoprec.tune.speed import EstimatedComparison
 
 _BACKEND = ("emulated",)
@@ -59,7 +58,7 @@ class Estimator:
         plan = self.as_there(plan)
         return estimate_memory(
             self.rows,
-            _formats_of(plan),
+            formats_of(plan),
             num_params=self.num_params,
             low=_low(plan),
             mode=self.task.mode,
@@ -73,8 +72,8 @@ class Estimator:
         """
         if plan.level == "O0":
             return plan
-        formats_of, low, mode = _formats_of(plan), _low(plan), self.task.mode
-        left = tuple(_glob(row.site) for row in self.rows if self._is_left(row.site, formats_of(row.site)))
+        asked, low, mode = formats_of(plan), _low(plan), self.task.mode
+        left = tuple(_glob(row.site) for row in self.rows if self._is_left(row.site, asked(row.site)))
         rules = tuple(replace(r, backend=_BACKEND) if needs_backend(r.formats, mode) else r for r in plan.rules)
         if left:
             reason = f"the kernels of {self.target.name} can't take it below 16 bit"
@@ -93,7 +92,7 @@ class Estimator:
         return self._step(Plan(rules=(), level="O0"))
 
     def _step(self, plan: Plan) -> Estimate:
-        return estimate_step(self.rows, _formats_of(plan), self.target, low=_low(plan), mode=self.task.mode)
+        return estimate_step(self.rows, formats_of(plan), self.target, low=_low(plan), mode=self.task.mode)
 
 
 def record_estimator(task: Task, model: nn.Module, run: Run, target: Target, *, optimizer_bytes: float) -> Estimator:
@@ -132,19 +131,6 @@ def refuse_unknown(target: Target) -> None:
             f"{'are' if len(missing) > 1 else 'is'}n't known. Run it on a machine that has one, or give the numbers in "
             "a target file of your own (--target FILE.toml)"
         )
-
-
-def _formats_of(plan: Plan) -> Callable[[Site], Formats | None]:
-    """What a plan asks of a site, as a converted model finds it."""
-    if plan.level == "O0":
-        return lambda site: Formats.all("fp32")
-    matcher = RuleMatcher(plan)
-
-    def formats_of(site: Site) -> Formats | None:
-        rule = matcher.rule_for_site(site.scope, site.op, site.index)
-        return None if rule is None else rule.formats
-
-    return formats_of
 
 
 def _low(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from autoprec.tune.lease import worker_name
 from autoprec.tune.objective import Objective
 from autoprec.tune.plan_sampler import PlanSampler
 from autoprec.tune.progress import OnProgress, Progress
-from autoprec.tune.row import TrialRow, row_from_json
+from autoprec.tune.row import TrialRow, fields_of, row_from_json
 from autoprec.tune.sampler import CONSTRAINT, ORIGIN, REPEAT, SPEED_SD
 from autoprec.tune.space import RULES, Space
 from autoprec.tune.speed import standard_error
@@ -133,7 +133,6 @@ class Loop:
         predicted = self.beliefs.predict(params, self.study.get_trials(deepcopy=False))
         started = time.time()
         outcome = self.bench.trial(plan, seed)
-        comparison = outcome.comparison
         return TrialRow(
             number=trial.number,
             name=trial.user_attrs.get("name", "search"),
@@ -142,17 +141,7 @@ class Loop:
             scaler=asdict(plan.scaler) if plan.scaler.enabled else {},
             recipe=dict(plan.recipe),
             low_share=low_share(self.space, params),
-            state=outcome.state,
-            loss_gap=outcome.loss_gap,
-            speedup=None if comparison is None else comparison.speedup,
-            control=None if comparison is None else comparison.control,
-            candidate_s=None if comparison is None else comparison.candidate_s,
-            baseline_s=None if comparison is None else comparison.baseline_s,
-            memory_bytes=outcome.memory_bytes,
-            losses=outcome.finite_losses,
-            num_skipped=outcome.num_skipped,
-            seconds=outcome.seconds,
-            note=outcome.note,
+            **fields_of(outcome),
             origin=self._origin(trial),
             worker=worker_name(),
             started=started,

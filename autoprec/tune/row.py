@@ -8,7 +8,7 @@ from typing import Any
 
 from autoprec.estimate import Estimate
 from autoprec.measure import Measurement
-from autoprec.tune.outcome import State
+from autoprec.tune.outcome import Outcome, State
 from autoprec.tune.speed import figure_from_json
 
 _FIGURES = ("speedup", "control", "memory_bytes")
@@ -81,6 +81,24 @@ class TrialRow:
             speed = f"{self.speedup.value:.2f}x fp32{estimated}"
         end = f" ({self.note})" if self.note else ""
         return f"trial {self.number} {self.name}: {speed}, loss {self.loss_gap:+.3%}{end}"
+
+
+def fields_of(outcome: Outcome) -> dict[str, Any]:
+    """The fields of a row that its measurement gives."""
+    speed = outcome.comparison
+    return {
+        "state": outcome.state,
+        "loss_gap": outcome.loss_gap,
+        "speedup": None if speed is None else speed.speedup,
+        "control": None if speed is None else speed.control,
+        "candidate_s": None if speed is None else speed.candidate_s,
+        "baseline_s": None if speed is None else speed.baseline_s,
+        "memory_bytes": outcome.memory_bytes,
+        "losses": outcome.finite_losses,
+        "num_skipped": outcome.num_skipped,
+        "seconds": outcome.seconds,
+        "note": outcome.note,
+    }
 
 
 def row_from_json(data: Mapping[str, Any]) -> TrialRow:

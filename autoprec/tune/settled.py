@@ -17,7 +17,7 @@ from autoprec.tune.confirmation import Confirmation
 from autoprec.tune.enqueued import Enqueued
 from autoprec.tune.noise import Noise
 from autoprec.tune.outcome import Outcome
-from autoprec.tune.row import TrialRow
+from autoprec.tune.row import TrialRow, fields_of
 from autoprec.tune.verdict import say_faster, say_no_gain
 
 SETTLED = "settled.json"
@@ -111,23 +111,12 @@ def say_settled(
 
 def row_of(number: int, item: Enqueued, outcome: Outcome) -> TrialRow:
     """One measurement of an enqueued plan, as a trial's row."""
-    speed = outcome.comparison
     return TrialRow(
         number=number,
         name=item.name,
         plan_sha256=item.plan.sha256,
         formats={},
         scaler=asdict(item.plan.scaler) if item.plan.scaler.enabled else {},
-        state=outcome.state,
-        loss_gap=outcome.loss_gap,
-        speedup=None if speed is None else speed.speedup,
-        control=None if speed is None else speed.control,
-        candidate_s=None if speed is None else speed.candidate_s,
-        baseline_s=None if speed is None else speed.baseline_s,
-        memory_bytes=outcome.memory_bytes,
-        losses=outcome.finite_losses,
-        num_skipped=outcome.num_skipped,
-        seconds=outcome.seconds,
-        note=outcome.note,
         origin="repeat",
+        **fields_of(outcome),
     )

@@ -111,6 +111,8 @@ def uniform(space: Space, choice: str, other: str | None = None) -> dict[str, st
 
 def formats_of(plan: Plan) -> FormatsOf:
     """What a plan asks of a site, as a converted model finds it; None where it follows what it reads."""
+    if plan.level == "O0":
+        return lambda site: Formats.all("fp32")
     matcher = RuleMatcher(plan)
 
     def of(site: Site) -> Formats | None:
