@@ -235,7 +235,7 @@ class PlanSampler(BaseSampler):
         budgets = self.objective.solver_budgets(gap, turn)
         pool = candidates(self._encoding, *models, mixes, budgets, rng)
         is_new = np.array([tuple(mix) not in history.taken for mix in pool.tolist()], dtype=bool)
-        fresh, again = pool[is_new], self._repeatable(history, is_last=not is_new.any())
+        fresh, again = pool[is_new], self._repeatable(history, models, best, is_last=not is_new.any())
         both = np.concatenate([fresh, again])
         gain = self.objective.acquisition(_predict(models, both), best, turn)
         if len(fresh) and gain.max() <= _NEVER:  # nothing promises anything: the safest that would be a gain
@@ -244,15 +244,16 @@ class PlanSampler(BaseSampler):
         k = int(np.argmax(gain))
         return tuple(both[k].tolist()), SEARCH if k < len(fresh) else REPEAT
 
-    def _repeatable(self, history: History, *, is_last: bool) -> np.ndarray:
-        """Measured mixes that another measurement may tell more about; all of them where there are no others."""
+    def _repeatable(self, history: History, models: tuple[Model, Model], best: float, *, is_last: bool) -> np.ndarray:
+        """Measured mixes that would be the best if another measurement allowed them; all where there are no others."""
         if is_last:
             return history.mixes if len(history.mixes) else np.array([[0] * len(self._encoding.sizes)])
         if not self._noise:
             return history.mixes[:0]
         running = {tuple(mix) for mix in history.running.tolist()}
         idle = np.array([tuple(mix) not in running for mix in history.mixes.tolist()], dtype=bool)
-        return history.mixes[idle & (history.repeats < _MAX_REPEATS)]
+        is_better = self.objective.value(self._measured(history, models)) < best
+        return history.mixes[idle & is_better & (history.repeats < _MAX_REPEATS)]
 
     def _next_settings(
         self, history: History, models: tuple[Model, Model], trials: Sequence[FrozenTrial], turn: int
