@@ -90,7 +90,8 @@ def postgres() -> Iterator[Server]:
     programs = find_postgres()
     if programs is None:
         raise RuntimeError("PostgreSQL isn't installed: apt-get install postgresql")
-    folder = Path(tempfile.mkdtemp(prefix="autoprec-pg-"))
+    # a socket's path must be short, and the server's account must reach it
+    folder = Path(tempfile.mkdtemp(prefix="autoprec-pg-", dir="/tmp"))
     try:
         if os.geteuid() == 0:
             account = next(name for name in _ACCOUNTS if _has_account(name))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,7 +113,7 @@ def open_storage(storage: str | BaseStorage | None, folder: Path, workers: int =
     while True:
         try:
             with quiet_optuna():
-                return PatientStorage(_open(url), without_password(url))
+                return _open(url)
         except MissingExtraError:
             raise
         except ImportError as exc:
@@ -140,16 +141,20 @@ def _patience_s(exc: Exception) -> float:
     return _OPENING_S if _ABSENT.search(str(failure)) else 0.0
 
 
-def _open(url: str) -> BaseStorage:
+def _open(url: str) -> PatientStorage:
+    name = without_password(url)
     scheme, _, rest = url.partition("://")
     if scheme == "journal":
-        return open_journal(Path(rest).expanduser())
+        return PatientStorage(open_journal(Path(rest).expanduser()), name)
     options: dict[str, Any] = {"pool_pre_ping": True}
     if scheme.startswith("sqlite"):
         options["connect_args"] = {"timeout": _BUSY_S}
     # Optuna's heartbeat stays off: it beats under study.optimize only, ends with the first error of the database, and
     # never looks at a trial whose process died before the first beat.  Leases do for every storage.
-    return optuna.storages.get_storage(optuna.storages.RDBStorage(_with_driver(scheme, rest), engine_kwargs=options))
+    database = optuna.storages.RDBStorage(_with_driver(scheme, rest), engine_kwargs=options)
+    storage = PatientStorage(optuna.storages.get_storage(database), name)
+    weakref.finalize(storage, database.engine.dispose)  # closes its connections
+    return storage
 
 
 def _with_driver(scheme: str, rest: str) -> str:
