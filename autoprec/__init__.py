@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from autoprec.target import Target, list_targets, load_target
     from autoprec.tasks import Task
     from autoprec.tune import TuneResult, tune
-    from autoprec.tune.settle import settle
+    from autoprec.tune.answers.settle import settle
 
 __version__ = "0.1.0"
 
@@ -85,7 +85,7 @@ _HOMES = {
     "target": ("Target", "list_targets", "load_target"),
     "tasks": ("Task",),
     "tune": ("TuneResult", "tune"),
-    "tune.settle": ("settle",),
+    "tune.answers.settle": ("settle",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -33,9 +33,9 @@ from autoprec.errors import StudyError
 from autoprec.measure import describe_environment
 from autoprec.target import Target, load_target
 from autoprec.tasks import Task, byte_gpt, byte_lstm, digits_cnn
-from autoprec.tune.bench import Bench
-from autoprec.tune.checkpoint import load_checkpoint
-from autoprec.tune.prepare import find_place
+from autoprec.tune.trials.bench import Bench
+from autoprec.tune.trials.checkpoint import load_checkpoint
+from autoprec.tune.trials.prepare import find_place
 
 RESULT = Path(__file__).parent / "results" / "elsewhere.json"
 #: Neither the trials' (from 1 on), nor a confirmation's (from 1000 on), nor a settlement's (from 2000 on).

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import simulated
 
 from autoprec.atomic import write_text
-from autoprec.tune.storage import open_study
+from autoprec.tune.studies.storage import open_study
 
 RESULT = Path(__file__).parent / "results" / "many_workers.json"
 

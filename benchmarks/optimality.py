@@ -41,7 +41,7 @@ from scipy.special import stdtrit
 from autoprec.atomic import write_text
 from autoprec.formats import FORMATS
 from autoprec.measure import describe_environment
-from autoprec.tune.sampler import CONSTRAINT, REPEAT, PlanSampler
+from autoprec.tune.sampling.sampler import CONSTRAINT, REPEAT, PlanSampler
 
 RESULTS = Path(__file__).parent / "results"
 TABLES, MODELOPT, RESULT = (RESULTS / f"optimality{end}.json" for end in ("_tables", "_modelopt", ""))
@@ -162,7 +162,7 @@ class Study:
         return sampler.objective.shortlist(beliefs, self.noise, 1 / self.instance.cost[self.instance.reference()])
 
     def confirmed(self, candidates: list[Mix], attempts: int = 4) -> Mix | None:
-        """The first candidate that three more measurements confirm, see ``autoprec.tune.confirm``."""
+        """The first candidate that three more measurements confirm, see ``autoprec.tune.answers.confirm``."""
         readings: dict[Mix, list[float]] = defaultdict(list)
         for mix, trial in zip(self.mixes(), self.study.trials, strict=True):
             readings[mix].append(trial.constraints[CONSTRAINT])

@@ -26,7 +26,7 @@ import optuna
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
 from autoprec.measure import describe_environment
-from autoprec.tune.sampler import CONSTRAINT, PlanSampler
+from autoprec.tune.sampling.sampler import CONSTRAINT, PlanSampler
 
 RESULT = Path(__file__).parent / "results" / "optimality_large.json"
 FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "nvfp4")

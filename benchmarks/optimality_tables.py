@@ -36,7 +36,7 @@ from autoprec.graph.record import record
 from autoprec.measure import describe_environment
 from autoprec.recipes import NVFP4Recipe, recipe_for
 from autoprec.target import load_target
-from autoprec.tune.scores import score_sites
+from autoprec.tune.posing.scores import score_sites
 from autoprec.tune.space import role_formats
 
 RESULT = Path(__file__).parent / "results" / "optimality_tables.json"

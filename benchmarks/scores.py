@@ -37,8 +37,8 @@ from autoprec.atomic import write_text
 from autoprec.graph.record import record
 from autoprec.measure import describe_environment
 from autoprec.plan import Formats, Plan, PlanRule
-from autoprec.tune.gradient_errors import Loss, group_gradient_errors
-from autoprec.tune.scores import score_sites
+from autoprec.tune.posing.gradient_errors import Loss, group_gradient_errors
+from autoprec.tune.posing.scores import score_sites
 from autoprec.tune.space import role_formats
 
 RESULT = Path(__file__).parent / "results" / "scores.json"

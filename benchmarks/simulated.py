@@ -16,10 +16,10 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.tune.reclaim import GIVEN_UP, WITHDRAWN, evaluation_of, has_ended, planned
-from autoprec.tune.sampler import CONSTRAINT, SPEED_SD, PlanSampler
-from autoprec.tune.storage import open_study
-from autoprec.tune.turns import Turns
+from autoprec.tune.sampling.sampler import CONSTRAINT, SPEED_SD, PlanSampler
+from autoprec.tune.studies.reclaim import GIVEN_UP, WITHDRAWN, evaluation_of, has_ended, planned
+from autoprec.tune.studies.storage import open_study
+from autoprec.tune.studies.turns import Turns
 
 BUDGET = 0.005
 FORMATS = ("fp32", "bf16", "fp8", "nvfp4")

@@ -87,7 +87,7 @@ def _from_task(spec: str, task: Task, seed: int) -> NamedModel:
 
     module = task.build_model(seed)
     if task.checkpoint is not None:
-        from autoprec.tune.checkpoint import load_user_weights
+        from autoprec.tune.trials.checkpoint import load_user_weights
 
         module.load_state_dict(load_user_weights(Path(task.checkpoint), task.name).weights)
     return NamedModel(spec=spec, module=module, example_inputs=run, mode=task.mode)

@@ -140,7 +140,7 @@ def tune(
     import autoprec
     from autoprec.report.read import command_line
     from autoprec.rulebook import load_rulebook
-    from autoprec.tune.team import is_leader
+    from autoprec.tune.processes.team import is_leader
 
     if confirm is not None:
         budget = None if max_loss_increase == "0.5%" else parse_share(max_loss_increase)
@@ -185,7 +185,7 @@ def tune(
 
 def settle_plans(output: Output, path: Path, options: dict[str, Any], require_gain: bool, *, as_json: bool) -> None:
     """Measure a study's plans on their target, which is here, and show which one holds."""
-    from autoprec.tune.settle import settle
+    from autoprec.tune.answers.settle import settle
 
     with ProgressView(output) as progress:
         settled = settle(path, progress=progress, **options)

@@ -26,7 +26,7 @@ def read_groups(
     """Formats as columns, and a row for each group.
 
     Args:
-        explanations: see :mod:`autoprec.tune.explain`.
+        explanations: see :mod:`autoprec.tune.answers.explain`.
         budget: largest allowed loss gap.
     """
     formats = tuple(dict.fromkeys(option["format"] for entry in explanations for option in entry["options"]))

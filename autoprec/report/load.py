@@ -11,7 +11,7 @@ from autoprec.errors import StudyError, UsageError
 from autoprec.report.data import ReportData
 from autoprec.report.read import read_result
 
-#: Of result.json, as :mod:`autoprec.tune.result` writes it; a report needs neither that module nor torch.
+#: Of result.json, as :mod:`autoprec.tune.answers.result` writes it; a report needs neither that module nor torch.
 SCHEMA_VERSION = 1
 RESULT, RECEIPT, SETTLED = "result.json", "receipt.json", "settled.json"
 #: Where ``autoprec tune`` puts a study's folder by itself.

@@ -22,7 +22,7 @@ def read_result(result: Mapping[str, Any], receipt: Mapping[str, Any] | None = N
     """What a report shows of a study.
 
     Args:
-        result: see :mod:`autoprec.tune.result`; what isn't in it, such as explanations, isn't shown.
+        result: see :mod:`autoprec.tune.answers.result`; what isn't in it, such as explanations, isn't shown.
         receipt: of the chosen plan; None where the answer is fp32.
         command: that ran the study; by default one made from its settings.
     """

@@ -15,17 +15,17 @@ from autoprec.errors import StudyError
 from autoprec.estimate import Estimate
 from autoprec.measure import Measurement
 from autoprec.plan import Plan
-from autoprec.tune.bench import Bench
-from autoprec.tune.lease import worker_name
-from autoprec.tune.objective import Objective
-from autoprec.tune.plan_sampler import PlanSampler
+from autoprec.tune.answers.row import TrialRow, fields_of, row_from_json
+from autoprec.tune.processes.worker import WorkerBench
 from autoprec.tune.progress import OnProgress, Progress
-from autoprec.tune.row import TrialRow, fields_of, row_from_json
-from autoprec.tune.sampler import CONSTRAINT, ORIGIN, REPEAT, SPEED_SD
+from autoprec.tune.sampling.objective import Objective
+from autoprec.tune.sampling.plan_sampler import PlanSampler
+from autoprec.tune.sampling.sampler import CONSTRAINT, ORIGIN, REPEAT, SPEED_SD
 from autoprec.tune.space import RULES, Space
-from autoprec.tune.speed import standard_error
-from autoprec.tune.turns import Turns
-from autoprec.tune.worker import WorkerBench
+from autoprec.tune.studies.lease import worker_name
+from autoprec.tune.studies.turns import Turns
+from autoprec.tune.trials.bench import Bench
+from autoprec.tune.trials.speed import standard_error
 
 _ROW = "row"
 _POLL_S = 0.5

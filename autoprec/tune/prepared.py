@@ -13,21 +13,21 @@ from optuna.storages import BaseStorage
 
 from autoprec.errors import StudyError
 from autoprec.planner.problem import Problem, problem_from_json
-from autoprec.tune.bench import Bench
-from autoprec.tune.checkpoint import Checkpoint, load_checkpoint
-from autoprec.tune.claim import claim
-from autoprec.tune.join import CHECKPOINT, require_checkpoint, weights_digest
-from autoprec.tune.noise import Noise, measure_noise, refuse_budget
-from autoprec.tune.outcome import Effort
-from autoprec.tune.posing import pose_problem
-from autoprec.tune.prepare import make_space, study_identity, task_identity
+from autoprec.tune.posing.pose import pose_problem
+from autoprec.tune.processes.ranks import RanksBench, is_distributed
+from autoprec.tune.processes.worker import WorkerBench
 from autoprec.tune.progress import OnProgress, Progress, Stage
-from autoprec.tune.ranks import RanksBench, is_distributed
 from autoprec.tune.request import Request
 from autoprec.tune.space import Space
-from autoprec.tune.storage import check_identity, known_identity, open_study
-from autoprec.tune.warmup import MIN_STEPS, obtain_checkpoint
-from autoprec.tune.worker import WorkerBench
+from autoprec.tune.studies.claim import claim
+from autoprec.tune.studies.join import CHECKPOINT, require_checkpoint, weights_digest
+from autoprec.tune.studies.storage import check_identity, known_identity, open_study
+from autoprec.tune.trials.bench import Bench
+from autoprec.tune.trials.checkpoint import Checkpoint, load_checkpoint
+from autoprec.tune.trials.noise import Noise, measure_noise, refuse_budget
+from autoprec.tune.trials.outcome import Effort
+from autoprec.tune.trials.prepare import make_space, study_identity, task_identity
+from autoprec.tune.trials.warmup import MIN_STEPS, obtain_checkpoint
 
 _EFFORT, _NOISE, _STEP_S, _PROBLEM, _NOTES = "effort", "noise", "step_s", "problem", "pricing_notes"
 _WARM_UP_LIMIT_S = 150.0

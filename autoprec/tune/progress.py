@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from autoprec.tune.row import TrialRow
+from autoprec.tune.answers.row import TrialRow
 
 Stage = Literal["checkpoint", "costs", "noise", "trials", "confirm"]
 

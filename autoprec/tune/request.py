@@ -14,11 +14,11 @@ from optuna.storages import BaseStorage
 from autoprec.errors import UsageError
 from autoprec.target import Target
 from autoprec.tasks import Task, load_task
-from autoprec.tune.methods import check_method
-from autoprec.tune.objective import Kind, Objective
-from autoprec.tune.prepare import Place, find_place
-from autoprec.tune.storage import without_password
-from autoprec.tune.team import is_distributed
+from autoprec.tune.processes.team import is_distributed
+from autoprec.tune.sampling.methods import check_method
+from autoprec.tune.sampling.objective import Kind, Objective
+from autoprec.tune.studies.storage import without_password
+from autoprec.tune.trials.prepare import Place, find_place
 
 #: Trials of a study that is given neither a number nor a time.
 DEFAULT_TRIALS = 50

@@ -17,21 +17,21 @@ from optuna.storages import BaseStorage
 
 from autoprec.target import Target
 from autoprec.tasks import Task
-from autoprec.tune.answer import Answer, confirmation_s
-from autoprec.tune.claim import claim
-from autoprec.tune.crew import Crew
+from autoprec.tune.answers.answer import Answer, confirmation_s
+from autoprec.tune.answers.result import TuneResult
+from autoprec.tune.answers.row import TrialRow
 from autoprec.tune.loop import Loop
-from autoprec.tune.methods import trials_of
-from autoprec.tune.objective import Kind
 from autoprec.tune.prepared import Prepared, prepare
+from autoprec.tune.processes.crew import Crew
+from autoprec.tune.processes.ranks import RanksBench, follow, is_distributed, is_leader
 from autoprec.tune.progress import OnProgress, Progress, silent
-from autoprec.tune.ranks import RanksBench, follow, is_distributed, is_leader
 from autoprec.tune.request import Request, make_request
-from autoprec.tune.result import TuneResult
-from autoprec.tune.row import TrialRow
-from autoprec.tune.sampler import make_sampler, plan_sampler
-from autoprec.tune.storage import open_storage
-from autoprec.tune.trainer import own_random_state
+from autoprec.tune.sampling.methods import trials_of
+from autoprec.tune.sampling.objective import Kind
+from autoprec.tune.sampling.sampler import make_sampler, plan_sampler
+from autoprec.tune.studies.claim import claim
+from autoprec.tune.studies.storage import open_storage
+from autoprec.tune.trials.trainer import own_random_state
 
 
 def tune(
@@ -58,14 +58,14 @@ def tune(
     """Find the fastest mix of formats whose loss stays within a budget, by training on the device in this machine.
 
     A target that isn't in this machine is tuned for all the same: its formats are emulated, so that losses are
-    measured, and its speeds are estimated; :func:`autoprec.tune.settle` measures them there.
+    measured, and its speeds are estimated; :func:`autoprec.tune.answers.settle` measures them there.
 
     Args:
         task: a :class:`~autoprec.tasks.Task`, or the name of one: built in, ``file.py:name``, ``pkg.mod:name``.
         target: the device; ``"auto"`` finds the one in this machine.
         trials: mixes to measure, the baselines included; None is 50, or as many as ``timeout`` allows.
         timeout: seconds after which no trial starts; the confirmation's own time is kept free.
-        storage: Optuna storage, see :mod:`autoprec.tune.storage`; None is a file in the folder.
+        storage: Optuna storage, see :mod:`autoprec.tune.studies.storage`; None is a file in the folder.
         study: its name; None is the task's.  The same call goes on with a study that was interrupted.
         max_loss_increase: largest loss gap, relative to the fp32 loss on the same batches: 0.005 is half a per cent.
         seed: of model, data and search.
@@ -73,7 +73,7 @@ def tune(
         keep: pins that always hold, ``GLOB=FORMAT``.
         rules: the user's rule files.
         progress: called with each :class:`~autoprec.tune.Progress`.
-        method: who proposes mixes, see :data:`autoprec.tune.methods.Method`.
+        method: who proposes mixes, see :data:`autoprec.tune.sampling.methods.Method`.
         objective: ``speed``: the fastest mix; ``loss``: the lowest loss gap at ``min_speedup``; ``memory``: the
             smallest; ``front``: all of the best.
         min_speedup: against fp32, for the objective ``loss``.

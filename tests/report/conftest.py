@@ -125,9 +125,9 @@ def measured(value: float, unit: str = "x") -> Measurement:
 def result(tmp_path) -> dict:
     """A study's JSON as the tuner's own types write it."""
     from autoprec.plan import Formats, Plan, PlanRule
-    from autoprec.tune.confirmation import Confirmation
-    from autoprec.tune.result import TuneResult
-    from autoprec.tune.row import TrialRow
+    from autoprec.tune.answers.confirmation import Confirmation
+    from autoprec.tune.answers.result import TuneResult
+    from autoprec.tune.answers.row import TrialRow
 
     def trial(number: int, name: str, formats: dict, speed: float | None, gap: float, **rest) -> TrialRow:
         return TrialRow(

@@ -42,7 +42,7 @@ def test_what_was_settled_on_the_target_since_is_said(study):
 
 
 def test_it_reads_what_the_tuner_writes():
-    from autoprec.tune.result import SCHEMA_VERSION
+    from autoprec.tune.answers.result import SCHEMA_VERSION
 
     assert load.SCHEMA_VERSION == SCHEMA_VERSION
 

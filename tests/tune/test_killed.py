@@ -12,8 +12,9 @@ import itertools, os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import tiny
 from autoprec.target import Target
-from autoprec.tune import search, warmup
-from autoprec.tune.bench import Effort
+from autoprec.tune import search
+from autoprec.tune.trials import warmup
+from autoprec.tune.trials.bench import Effort
 
 ticks = itertools.count()
 time.perf_counter = lambda: tiny.Clock.now + 1e-3 * next(ticks)

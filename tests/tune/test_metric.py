@@ -7,9 +7,9 @@ from torch import nn
 from autoprec.plan import Formats, Plan, PlanRule
 from autoprec.target import load_target
 from autoprec.tasks import Task
-from autoprec.tune.bench import Bench, Effort
-from autoprec.tune.checkpoint import Checkpoint
-from autoprec.tune.prepare import find_place, make_space, task_identity
+from autoprec.tune.trials.bench import Bench, Effort
+from autoprec.tune.trials.checkpoint import Checkpoint
+from autoprec.tune.trials.prepare import find_place, make_space, task_identity
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 from optuna.trial import TrialState
 
 from autoprec.errors import StudyError
-from autoprec.tune import patience
-from autoprec.tune.storage import open_study
-from autoprec.tune.turns import Turns
+from autoprec.tune.studies import patience
+from autoprec.tune.studies.storage import open_study
+from autoprec.tune.studies.turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import postgres_kills

@@ -7,7 +7,7 @@ from torch import nn
 import autoprec
 from autoprec.target import Target
 from autoprec.tasks import Task
-from autoprec.tune.bench import Effort
+from autoprec.tune.trials.bench import Effort
 
 CPU = Target(name="tiny", title="a processor with fp16", kind="cpu", formats=("fp16", "fp32"), low_format="fp16")
 
@@ -75,7 +75,7 @@ def _train(task, plan, scaler, seed) -> tuple[int, float]:
 
 @pytest.mark.usefixtures("planted_clock")
 def test_the_tuned_scaler_beats_torchs_default(tiny, tmp_path, monkeypatch):
-    warmup = importlib.import_module("autoprec.tune.warmup")
+    warmup = importlib.import_module("autoprec.tune.trials.warmup")
     monkeypatch.setattr(warmup, "MIN_STEPS", 15)
     monkeypatch.setattr(warmup, "MAX_STEPS", 15)
     monkeypatch.setattr(Effort, "for_step", lambda step_s: Effort(steps=15, rounds=5))

@@ -9,8 +9,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autoprec.tune import search, warmup
-from autoprec.tune.outcome import Effort
+from autoprec.tune import search
+from autoprec.tune.trials import warmup
+from autoprec.tune.trials.outcome import Effort
 
 HERE = Path(__file__).parent
 
@@ -19,8 +20,9 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import tiny
 from autoprec.target import Target
-from autoprec.tune import search, warmup
-from autoprec.tune.outcome import Effort
+from autoprec.tune import search
+from autoprec.tune.trials import warmup
+from autoprec.tune.trials.outcome import Effort
 
 warmup.MIN_STEPS = warmup.MAX_STEPS = 20
 Effort.for_step = classmethod(lambda cls, step_s: Effort(steps=8, rounds=5))

@@ -10,8 +10,8 @@ import autoprec
 from autoprec.errors import StudyError, TaskError, UsageError
 from autoprec.lower.matching import RuleMatcher
 from autoprec.target import Target
-from autoprec.tune.bench import Bench, Effort
 from autoprec.tune.search import tune as tune_on
+from autoprec.tune.trials.bench import Bench, Effort
 
 CPU = Target(name="tiny", title="a processor with bf16", kind="cpu", formats=("bf16", "fp32"), low_format="bf16")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("few_steps", "planted_clock")
 def few_steps(monkeypatch):
     """A checkpoint of 40 steps, and short trials: these tasks learn in fewer."""
     # by module: the attribute autoprec.tune is the function
-    warmup = importlib.import_module("autoprec.tune.warmup")
+    warmup = importlib.import_module("autoprec.tune.trials.warmup")
     monkeypatch.setattr(warmup, "MIN_STEPS", 40)
     monkeypatch.setattr(warmup, "MAX_STEPS", 40)
     monkeypatch.setattr(Effort, "for_step", lambda step_s: Effort(steps=10, rounds=7))

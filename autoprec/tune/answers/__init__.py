@@ -1,0 +1,1 @@
+"""From measured trials to the answer, and what is written down of it."""

@@ -1,0 +1,1 @@
+"""The planner's problem of a task: what each choice harms and costs."""

@@ -1,0 +1,1 @@
+"""Who proposes the next mix, and what is believed of every mix."""
