@@ -89,9 +89,10 @@ class Answer:
                 continue
             if belief.speedup > 1:
                 fit.setdefault(row.plan_sha256, row)
-        order = self.request.objective.shortlist(
-            {sha: believed[row.number] for sha, row in fit.items()}, self.prepared.noise.sigma
-        )
+        beliefs = {sha: believed[row.number] for sha, row in fit.items()}
+        low = next((row for row in fit.values() if row.name == self.prepared.space.low_format), None)
+        fallback = 1.0 if low is None else believed[low.number].speedup
+        order = self.request.objective.shortlist(beliefs, self.prepared.noise.sigma, fallback)
         return [fit[sha] for sha in order]
 
     def _confirm(self, candidates: Sequence[TrialRow]) -> tuple[TrialRow | None, list[Confirmation]]:
