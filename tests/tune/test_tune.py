@@ -85,6 +85,14 @@ def test_where_all_formats_are_equal_it_says_that_there_is_no_difference(tiny, t
     assert result.outcome == "no_gain"
 
 
+def test_the_smallest_plan_may_be_a_slower_one(tiny, tmp_path):
+    result = tune(tiny.make(low_s=0.012), trials=6, objective="memory", max_loss_increase=0.2, output_dir=tmp_path)
+    assert result.winner is not None
+    assert re.match(r"A step takes \d\d% of fp32's memory at its peak \(estimated\)", result.verdict)
+    rows = {row.name: row for row in result.trials}
+    assert rows["bf16"].memory_bytes.value < rows["fp32"].memory_bytes.value
+
+
 def test_an_interrupted_study_goes_on_and_keeps_its_trials(tiny, tmp_path):
     task = tiny.make()
 

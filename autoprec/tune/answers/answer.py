@@ -19,7 +19,7 @@ from autoprec.tune.answers.enqueued import Enqueued, Front
 from autoprec.tune.answers.explain import explain
 from autoprec.tune.answers.result import TuneResult
 from autoprec.tune.answers.row import TrialRow
-from autoprec.tune.answers.verdict import make_evidence, say_faster, say_no_gain
+from autoprec.tune.answers.verdict import make_evidence, say_faster, say_no_gain, say_smaller
 from autoprec.tune.prepared import Prepared
 from autoprec.tune.processes.worker import WorkerBench
 from autoprec.tune.progress import OnProgress, Progress
@@ -54,7 +54,7 @@ class Answer:
         winner, confirmations = self._confirm(candidates)
         result = self._result(winner, confirmations)
         result.save()
-        if not self.request.place.is_here:
+        if not self.request.place.is_here or self.request.objective.kind == "front":
             self._front(candidates).save(self.request.folder)
         return result
 
@@ -103,6 +103,7 @@ class Answer:
             noise=prepared.noise.sigma,
             steps=min(100, 2 * prepared.bench.effort.steps),
             rounds=max(15, prepared.bench.effort.rounds),
+            must_be_faster=self.request.objective.kind != "memory",
         )
         num_ended = 0
 
@@ -127,6 +128,8 @@ class Answer:
             chosen = next(c for c in confirmations if c.accepted and c.plan_sha256 == winner.plan_sha256)
             plan = plan_of(prepared.space, winner)
             verdict = say_faster(winner, chosen, request.budget, request.task.mode, request.task.measured)
+            if request.objective.kind == "memory":
+                verdict = f"{say_smaller(winner, self.rows)} {verdict}"
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         elsewhere = request.place.elsewhere
         evidence = make_evidence(request.task, chosen, noise, request.budget, environment, now, elsewhere)

@@ -46,6 +46,16 @@ def say_faster(row: TrialRow, confirmation: Confirmation, budget: float, mode: s
     )
 
 
+def say_smaller(row: TrialRow, rows: Sequence[TrialRow]) -> str:
+    """How much less memory a plan's step takes than fp32's."""
+    whole = next((other.memory_bytes for other in rows if other.name == "fp32"), None)
+    if whole is None or row.memory_bytes is None:
+        return "Its memory wasn't weighed."
+    kind = "measured" if isinstance(row.memory_bytes, Measurement) else "estimated"
+    share = row.memory_bytes.value / whole.value
+    return f"A step takes {share:.0%} of fp32's memory at its peak ({kind})."
+
+
 def say_no_gain(rows: Sequence[TrialRow], confirmations: Sequence[Confirmation], budget: float) -> str:
     """The verdict where fp32 stays, with the number of the mix that came closest."""
     refused = max(confirmations, key=lambda c: c.speedup.value, default=None)
