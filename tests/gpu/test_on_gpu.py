@@ -69,7 +69,7 @@ def test_auto_converts_near_fp32_and_says_what_each_site_got(device):
     assert receipt.low_precision_share > 0.9
     assert max(map(error, got, wanted)) < 0.05
     if device.type == "cuda":
-        assert not [row.site for row in receipt.rows if "emulated" in row.mechanism]
+        assert not [row.site for row in receipt.rows if row.mechanism == "backend:emulated"]
 
 
 @pytest.mark.parametrize("backend", [name for name in list_backends() if name != "emulated"])
@@ -102,7 +102,7 @@ def test_a_forced_backend_trains(device, backend):
     rule = PlanRule(match=("qkv", "out", "up", "down"), formats=HYBRID, backend=(backend,), source="user")
     autoprec.convert(model, plan=Plan(rules=(rule,)), example_inputs=x)
     rows = {row.site: row for row in autoprec.receipt(model).rows}
-    assert {rows[name].mechanism for name in ("qkv", "out", "up", "down")} == {backend}
+    assert {rows[name].mechanism for name in ("qkv", "out", "up", "down")} == {f"backend:{backend}"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses = []
     for _ in range(8):
