@@ -1,10 +1,12 @@
 """Tests that need a server, a browser, a device, a large package or minutes are skipped unless asked for by marker."""
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 # marker -> what it needs, and the command that runs it
 RESOURCES = {
@@ -19,13 +21,15 @@ RESOURCES = {
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked_for = set(re.findall(r"\w+", config.getoption("markexpr")))
-    for marker, (needs, command) in RESOURCES.items():
-        if marker in asked_for:
-            continue
-        skip = pytest.mark.skip(reason=f"needs {needs}: {command}")
+    reasons = {
+        marker: f"needs {needs}: {command}" for marker, (needs, command) in RESOURCES.items() if marker not in asked_for
+    }
+    if "gpu" in asked_for and not torch.cuda.is_available() and "AUTOPREC_GPU_TESTS_DEVICE" not in os.environ:
+        reasons["gpu"] = "there is no CUDA or ROCm device here"
+    for marker, reason in reasons.items():
         for item in items:
             if item.get_closest_marker(marker):
-                item.add_marker(skip)
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="session")
