@@ -136,8 +136,9 @@ class _Run:
         """Prepare, run trials beside the other workers, confirm."""
         request = self.request
         storage = open_storage(request.storage, request.folder, request.workers)
+        crew = self._crew()  # refuses a task that can't be sent to other processes before anything is trained
         with prepare(request, storage, self.progress) as prepared:
-            with self._crew():
+            with crew:
                 rows = self._trials(prepared)
             with claim(storage, request.name, "confirm", on_wait=self._on_wait):
                 answer = Answer(request=request, prepared=prepared, rows=rows, progress=self.progress)

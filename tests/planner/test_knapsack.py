@@ -47,8 +47,9 @@ def test_what_the_solver_prints_stays_off_stdout(monkeypatch, capfd, caplog, ran
         return real(*args, **kwargs)
 
     monkeypatch.setattr(knapsack, "milp", talkative)
-    # a command run with --debug in this process leaves a handler that prints
+    # a command that ran in this process has its own handler there, which prints
     monkeypatch.setattr(logging.getLogger("autoprec"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("autoprec"), "propagate", True)
     print("before")
     with caplog.at_level("DEBUG", logger="autoprec"):
         pack(encode(random_problem(0, groups=4, options=3)), 0.1, rel_gap=1e-3, time_limit_s=2)

@@ -11,6 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.tune.sampling.encoding import Encoding
+from autoprec.tune.studies.reclaim import GIVEN_UP
 
 #: Constraint of a trial: its loss gap less the budget.
 CONSTRAINT = "loss_gap"
@@ -83,7 +84,11 @@ def read_history(encoding: Encoding, trials: Sequence[FrozenTrial], budget: floa
     distributions: dict[str, Any] = {}
     for trial in trials:
         mix = _mix_of(encoding, trial)
-        if mix is None or trial.number == number or trial.state == TrialState.FAIL:
+        if mix is None or trial.number == number:
+            continue
+        if trial.state == TrialState.FAIL:
+            if GIVEN_UP in trial.user_attrs:  # it took its process down again and again
+                taken.add(mix)
             continue
         taken.add(mix)
         if trial.state == TrialState.RUNNING:

@@ -298,7 +298,8 @@ def test_a_limit_must_be_positive(here):
 
 # No ``if __name__ == "__main__"``: a study in a plain script starts once, not again in its worker.
 STUDY = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/processes"]
 from autoprec.tasks import load_task
 from autoprec.tune.processes.worker import WorkerBench
