@@ -1,8 +1,10 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from autoprec.errors import StudyError
 from autoprec.estimate import Estimate
 from autoprec.measure import Comparison, Measurement
 from autoprec.plan import Plan
@@ -179,3 +181,26 @@ def test_an_estimate_no_better_than_the_baselines_is_not_worth_it():
     winner, done = _choose(bench, ["m0", "bf16"], baseline="bf16")
     assert winner == "bf16"
     assert done[1].why == "not surely faster than the 16-bit baseline (1.40 (estimated for t))"
+
+
+def test_a_plan_that_fails_when_it_is_timed_again_is_refused_and_the_next_one_wins():
+    class Failing(Readings):
+        def speeds(self, plans, rounds, seed):
+            if plans["plan"].target == "m0":
+                raise StudyError("speeds ended its process twice")
+            return super().speeds(plans, rounds, seed)
+
+    rows = [replace(_row(name), candidate_s=0.5, baseline_s=1.0) for name in ("m0", "m1")]
+    confirmer = Confirmer(bench=Failing(m1=(1.4, GOOD)), noise=1e-5, steps=10, rounds=9)
+    winner, done = confirmer.choose(rows, None, lambda row: PLANS[row.name], lambda row, confirmation: None)
+    assert winner is not None
+    assert winner.name == "m1"
+    assert not done[0].accepted
+    assert "ended its process twice" in done[0].why
+
+
+def test_a_plan_that_need_not_be_faster_is_judged_by_its_loss_alone():
+    bench = Readings(m0=(0.8, GOOD), m1=(0.8, BAD))
+    confirmer = Confirmer(bench=bench, noise=1e-5, steps=10, rounds=9, must_be_faster=False)
+    accepted = {name: confirmer.confirm(_row(name), PLANS[name], None).accepted for name in ("m0", "m1")}
+    assert accepted == {"m0": True, "m1": False}
